@@ -1,0 +1,157 @@
+"""The story: parallelize a model, from call to training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from . import files, plan as plans
+from .errors import AutoparError, PlanError, TraceError
+from .plan import Plan
+from .run import fallback, shardings, world
+from .run.materialize import full_values
+from .run.model import ParallelModel
+from .trace import Traced, trace
+from .trace.call import Call, take_apart
+from .trace.capture import LossFn, describe_params
+
+log = logging.getLogger("autopar_torch")
+GivenPlan = Plan | str | os.PathLike[str] | None
+
+
+def parallelize(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    plan: GivenPlan = None,
+    loss_fn: LossFn | None = None,
+    outputs: Sequence[str] = (),
+    init_seed: int = 0,
+    weights: str | os.PathLike[str] | None = None,
+) -> ParallelModel:
+    """The one new line: the model, trained on everything that torchrun started.
+
+    Tracing and planning happen at the first batch, or at once with `example_inputs` (a global
+    batch, as the model will be called with). `plan` is a Plan or the file of one; without it the
+    batch is shared out to equal replicas. `loss_fn(output, target)` serves models that return no
+    loss: pass `target=` with the batch. `outputs` names what else to return besides the loss.
+    A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
+    a checkpoint folder) or from its own initialisation with `init_seed`.
+    """
+    rank, size = world.start()
+    device = world.device()
+    place = world.World(rank, size)
+    given = _read_plan(plan, size, place)
+
+    def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
+        _adopt(parallel, call, given, loss_fn, lambda: full_values(
+            model, place, device, init_seed, weights))  # fmt: skip
+
+    parallel = ParallelModel(model, place, device, prepare, outputs)
+    parallel.retrace = _tracer(model, device, loss_fn, given)
+    if size == 1:
+        log.info("one process: training runs unsplit; start with torchrun to use more devices")
+    if example_inputs is not None:
+        args, kwargs = _as_call(example_inputs)
+        call, tensors = take_apart(args, kwargs)
+        prepare(parallel, call, tensors)
+    return parallel
+
+
+def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
+
+
+def _read_plan(plan: GivenPlan, size: int, place: world.World) -> Plan:
+    """A plan that fits the world, on every rank, or an error on every rank."""
+    error: Exception | None = None
+    chosen = None
+    try:
+        chosen = _chosen(plan, size)
+        plans.check(chosen, size)
+    except AutoparError as found:
+        error = found
+    place.together(error)
+    return cast(Plan, chosen)
+
+
+def _chosen(plan: GivenPlan, size: int) -> Plan:
+    if plan is None:
+        chosen = Plan.uniform(dp=size)
+        return cast(Any, _replace)(chosen, reason="no plan was given: equal replicas")
+    return plan if isinstance(plan, Plan) else plans.load_plan(plan)
+
+
+def _replace(plan: Plan, **changes: Any) -> Plan:
+    import msgspec
+
+    return msgspec.structs.replace(plan, **changes)
+
+
+Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
+
+
+def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None, plan: Plan) -> Tracer:
+    known = describe_params(model)
+    dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
+
+    def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
+        before = model.training
+        model.train(training)
+        try:
+            return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted, params=known,
+                         dtype=dtype)  # fmt: skip
+        finally:
+            model.train(before)
+
+    return retrace
+
+
+def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | None,
+           source: Callable[[], Any]) -> None:  # fmt: skip
+    """Trace, fit the plan, agree on it, and hand out the parameters."""
+    place, error, traced = parallel.world, None, None
+    plan = given
+    try:
+        traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
+        plan = plans.fit(given, traced.graph)
+        _check_rows(plan, traced)
+        rows = max(1, call.num_rows // plan.num_micro_batches)
+        plan = shardings.complete(plan, traced, rows)
+    except TraceError as found:
+        if _is_pure_data(given):
+            return fallback.adopt(parallel, given, found, loss_fn)
+        found.fix += "; or use a plan of data parallelism only (tp=1, pp=1)"
+        error = found
+    except AutoparError as found:
+        error = found
+    place.together(error)
+    plan = files.decode(place.agree(files.encode(plan)), Plan)
+    parallel.adopt(plan, cast(Traced, traced).graph, source())
+    if place.rank == 0:
+        log.info("plan: %s", plan.describe())
+
+
+def _check_rows(plan: Plan, traced: Traced) -> None:
+    """Ops that look at several rows at once allow replicas only where we can join them."""
+    coupled = {op for kind in traced.graph.kinds.values() for op in kind.couples_rows}
+    split = plan.num_micro_batches > 1
+    if split and coupled - {"batch_norm"}:
+        raise PlanError(
+            f"{', '.join(sorted(coupled))} looks at several rows of the batch at once, so the "
+            "batch cannot be shared out",
+            where="Plan.replicas", fix="use one replica (dp=1) and num_micro_batches=1",
+        )  # fmt: skip
+
+
+def _is_pure_data(plan: Plan) -> bool:
+    return all(len(r.stages) == 1 and len(r.stages[0].devices) == 1 for r in plan.replicas)
+
+

@@ -1,0 +1,44 @@
+"""The one tree of errors: every message says what, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of everything this package raises on purpose."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        parts = [what]
+        if where:
+            parts.append(f"  where: {where}")
+        if fix:
+            parts.append(f"  fix:   {fix}")
+        super().__init__("\n".join(parts))
+
+
+class TraceError(AutoparError):
+    """The model could not be turned into a chain of blocks."""
+
+
+class PlanError(AutoparError):
+    """A plan does not fit the model, the machines, or itself."""
+
+
+class ShardingError(AutoparError):
+    """A sharding cannot be applied to a block."""
+
+
+class ScheduleError(AutoparError):
+    """An action list is incomplete, out of order, or deadlocks."""
+
+
+class FileError(AutoparError):
+    """A file is missing, malformed, too large, or of another version."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint does not hold what the model needs."""
+
+
+class RunError(AutoparError):
+    """Something went wrong while training."""

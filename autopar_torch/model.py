@@ -1,0 +1,106 @@
+"""ModelGraph: the traced model as a chain of blocks; equal blocks share a kind.
+
+Sizes are written for a batch of `ROWS` rows, a large prime. Whatever is divisible by it grows with
+the batch, whatever is not does not, so one trace serves every micro-batch size (`at_rows`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+ROWS = 1_000_003
+_ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
+               "complex64": 8, "int16": 2}  # fmt: skip
+
+
+def at_rows(size: int, rows: int) -> int:
+    """A size of the trace, for a batch of so many rows."""
+    return size // ROWS * rows if size and size % ROWS == 0 else size
+
+
+class TensorInfo(Struct, frozen=True):
+    """Shape (in trace sizes) and type of a value; `grad` says whether a gradient flows back."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    grad: bool = False
+
+    def at(self, rows: int) -> tuple[int, ...]:
+        return tuple(at_rows(size, rows) for size in self.shape)
+
+    def num_bytes(self, rows: int = 1) -> int:
+        return math.prod(self.at(rows)) * _ITEM_BYTES.get(self.dtype, 1)
+
+
+class Kind(Struct, frozen=True):
+    """What equal blocks share: slots in order of first use, and the work of one row."""
+
+    name: str
+    inputs: dict[str, TensorInfo]  # values of earlier blocks
+    context: dict[str, TensorInfo]  # values of the prologue and of the batch
+    params: dict[str, TensorInfo]  # parameters and buffers
+    outputs: dict[str, TensorInfo]
+    num_ops: int
+    flops_per_row: float
+    couples_rows: tuple[str, ...] = ()  # ops that look at several rows at once (batch statistics)
+    mutates: bool = False  # has side effects on buffers, so it must not be run twice
+
+
+class Block(Struct, frozen=True):
+    """One link of the chain: its kind, and what fills the kind's slots."""
+
+    name: str
+    kind: str
+    inputs: dict[str, str]
+    context: dict[str, str]
+    params: dict[str, str]
+    outputs: dict[str, str]
+
+
+class ParamInfo(Struct, frozen=True):
+    """A parameter or buffer under its first name; `aliases` are further names of the same one."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    buffer: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class ModelGraph(Struct, frozen=True):
+    """The chain, its kinds, its parameters, and the names of what it returns."""
+
+    kinds: dict[str, Kind]
+    blocks: tuple[Block, ...]
+    params: dict[str, ParamInfo]
+    outputs: dict[str, str]  # name ("loss", "logits") -> value
+    replicated_ops: tuple[str, ...] = ()  # ops without a splitting rule, for the report
+
+    def kind_of(self, block: int) -> Kind:
+        return self.kinds[self.blocks[block].kind]
+
+    def crossing(self, border: int) -> dict[str, TensorInfo]:
+        """Values made before block `border` and used in or after it, in order of making."""
+        used = {v for block in self.blocks[border:] for v in block.inputs.values()}
+        if border < len(self.blocks):
+            used |= set(self.outputs.values())
+        made: dict[str, TensorInfo] = {}
+        for block in self.blocks[:border]:
+            infos = self.kinds[block.kind].outputs
+            made |= {v: infos[slot] for slot, v in block.outputs.items() if v in used}
+        return made
+
+    def users(self, param: str) -> list[int]:
+        """Blocks that read a parameter."""
+        return [i for i, block in enumerate(self.blocks) if param in block.params.values()]
+
+    def params_of(self, first: int, last: int) -> list[str]:
+        """Parameters and buffers of a range of blocks, each once, in order of use."""
+        names = (name for block in self.blocks[first:last] for name in block.params.values())
+        return list(dict.fromkeys(names))

@@ -1,0 +1,255 @@
+"""Plan: who does what. Replicas and stages are explicit; the uniform case has a constructor."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+from . import files
+from .errors import PlanError
+from .model import ModelGraph
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Precision = Literal["float32", "bfloat16"]
+
+
+class Sharding(Struct, frozen=True):
+    """How one kind is split on a mesh: a strategy per op, a form per shared value (texts)."""
+
+    kind: str
+    mesh: tuple[int, ...]
+    ops: dict[str, str]
+    forms: dict[str, str]
+    cost_s: float = 0.0
+
+
+class Stage(Struct, frozen=True):
+    """A range of blocks on a group of devices, arranged as a mesh of one or two tensor axes."""
+
+    devices: tuple[int, ...]
+    blocks: tuple[int, int] | None = None  # first, end; None: balanced when the plan is applied
+    mesh: tuple[int, ...] = ()  # sizes of the tensor axes; (): one axis of all devices
+    recompute: bool = False
+    shardings: tuple[int, ...] | None = None  # per block: index into Plan.shardings, -1: whole
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.mesh or (len(self.devices),)
+
+
+class Replica(Struct, frozen=True):
+    """One copy of the model: its stages in order, and how many micro-batches it takes."""
+
+    stages: tuple[Stage, ...]
+    num_micro_batches: int = 1
+
+    @property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """The distinct device groups, in order of first stage."""
+        return tuple(dict.fromkeys(stage.devices for stage in self.stages))
+
+    @property
+    def position_of(self) -> tuple[int, ...]:
+        """Stage -> index of its device group."""
+        return tuple(self.positions.index(stage.devices) for stage in self.stages)
+
+
+class Plan(Struct, frozen=True):
+    """The whole strategy; `check` tells whether it fits a world and a model."""
+
+    replicas: tuple[Replica, ...]
+    schedule: ScheduleName = "1f1b"
+    zero: int = 0
+    precision: Precision = "float32"
+    shardings: tuple[Sharding, ...] = ()
+    reason: str = "given by the user"
+
+    @staticmethod
+    def uniform(
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        num_micro_batches: int = 1,
+        schedule: ScheduleName = "1f1b",
+        virtual: int = 1,
+        zero: int = 0,
+        recompute: bool = False,
+        precision: Precision = "float32",
+        tp_mesh: tuple[int, ...] = (),
+    ) -> Plan:
+        """Equal replicas of equal stages; tensor groups are neighbours, then stages, then replicas.
+
+        `num_micro_batches` is per replica, `virtual` the number of stages per pipeline position.
+        """
+        degrees = {"tp": tp, "pp": pp, "dp": dp, "num_micro_batches": num_micro_batches,
+                   "virtual": virtual}  # fmt: skip
+        for name, value in degrees.items():
+            if value < 1:
+                raise PlanError(f"{name} = {value}, but it must be at least 1", where="Plan")
+        if tp_mesh and math.prod(tp_mesh) != tp:
+            raise PlanError(f"tp_mesh {tp_mesh} does not multiply to tp = {tp}", where="Plan")
+
+        def stage(replica: int, index: int) -> Stage:
+            start = (replica * pp + index % pp) * tp
+            return Stage(tuple(range(start, start + tp)), None, tp_mesh, recompute)
+
+        replicas = tuple(
+            Replica(tuple(stage(r, s) for s in range(pp * virtual)), num_micro_batches)
+            for r in range(dp)
+        )
+        return Plan(replicas, schedule, zero, precision)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        stages = (stage for replica in self.replicas for stage in replica.stages)
+        return tuple(sorted({device for stage in stages for device in stage.devices}))
+
+    @property
+    def num_micro_batches(self) -> int:
+        return sum(replica.num_micro_batches for replica in self.replicas)
+
+    def describe(self) -> str:
+        """One line a person can read."""
+        shape = " | ".join(
+            "-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
+            + f" m{replica.num_micro_batches}"
+            for replica in self.replicas
+        )
+        tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
+        return f"{len(self.replicas)} replica(s) of stages {shape}; {tail} ({self.reason})"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        files.save(self, path)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan back, checked."""
+    return files.load(path, Plan)
+
+
+def check(plan: Plan, world_size: int) -> None:
+    """Refuse a plan that cannot run on so many processes, before anything is communicated."""
+    if not plan.replicas:
+        raise PlanError("the plan has no replicas", where="Plan.replicas")
+    if plan.schedule not in get_args(ScheduleName):
+        raise PlanError(f"unknown schedule {plan.schedule!r}", where="Plan.schedule",
+                        fix=f"one of {', '.join(get_args(ScheduleName))}")  # fmt: skip
+    if plan.zero not in (0, 1, 2, 3):
+        raise PlanError(f"zero = {plan.zero}, but the stages are 0, 1, 2, 3", where="Plan.zero")
+    if plan.devices != tuple(range(world_size)):
+        raise PlanError(
+            f"the plan names {len(plan.devices)} devices {_short(plan.devices)}, "
+            f"but torchrun started {world_size} processes (0 to {world_size - 1})",
+            where="Plan.replicas[*].stages[*].devices",
+            fix=f"start it with --nproc-per-node {len(plan.devices)}, or choose degrees whose "
+            f"product tp x pp x dp is {world_size}",
+        )
+    owner: dict[int, int] = {}
+    for r, replica in enumerate(plan.replicas):
+        _check_replica(replica, r)
+        for device in {d for stage in replica.stages for d in stage.devices}:
+            if owner.setdefault(device, r) != r:
+                raise PlanError(f"device {device} is in replicas {owner[device]} and {r}",
+                                where=f"Plan.replicas[{r}]")  # fmt: skip
+
+
+def _check_replica(replica: Replica, index: int) -> None:
+    where = f"Plan.replicas[{index}]"
+    if replica.num_micro_batches < 1:
+        raise PlanError(f"num_micro_batches = {replica.num_micro_batches}, must be at least 1",
+                        where=where)  # fmt: skip
+    if not replica.stages:
+        raise PlanError("a replica needs at least one stage", where=where)
+    for s, stage in enumerate(replica.stages):
+        if len(set(stage.devices)) != len(stage.devices) or not stage.devices:
+            raise PlanError(f"devices {stage.devices} are empty or repeat",
+                            where=f"{where}.stages[{s}].devices")  # fmt: skip
+        if math.prod(stage.axes) != len(stage.devices) or len(stage.axes) > 2:
+            raise PlanError(
+                f"mesh {stage.axes} does not arrange {len(stage.devices)} devices on one or "
+                "two axes", where=f"{where}.stages[{s}].mesh",
+            )  # fmt: skip
+    groups = replica.positions
+    for i, group in enumerate(groups):
+        for other in groups[:i]:
+            if set(group) & set(other):
+                raise PlanError(f"device groups {other} and {group} overlap without being equal",
+                                where=where)  # fmt: skip
+
+
+def fit(plan: Plan, graph: ModelGraph) -> Plan:
+    """The plan with every stage border written down; refuse what the model cannot do."""
+    replicas = tuple(_with_borders(replica, graph, r) for r, replica in enumerate(plan.replicas))
+    coupled = sorted({op for kind in graph.kinds.values() for op in kind.couples_rows})
+    if coupled and any(replica.num_micro_batches > 1 for replica in replicas):
+        raise PlanError(
+            f"{', '.join(coupled)} uses statistics of the whole batch, so micro-batches would "
+            "change the numbers",
+            where="Plan.replicas[*].num_micro_batches",
+            fix="use num_micro_batches=1 (data and tensor parallelism stay exact), or put those "
+            "layers in eval mode",
+        )
+    return msgspec.structs.replace(plan, replicas=replicas)
+
+
+def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:
+    num_blocks, num_stages = len(graph.blocks), len(replica.stages)
+    where = f"Plan.replicas[{index}].stages"
+    if num_stages > num_blocks:
+        raise PlanError(
+            f"{num_stages} stages, but the model has only {num_blocks} blocks to share out",
+            where=where, fix=f"use at most {num_blocks} stages (pp x virtual)",
+        )  # fmt: skip
+    given = [stage.blocks for stage in replica.stages]
+    if any(blocks is None for blocks in given):
+        if any(blocks is not None for blocks in given):
+            raise PlanError("give the blocks of every stage, or of none", where=where)
+        given = list(balance([_weight(graph, b) for b in range(num_blocks)], num_stages))
+    end = 0
+    for s, blocks in enumerate(given):
+        first, last = blocks or (0, 0)
+        if first != end or last <= first:
+            raise PlanError(f"blocks {first}:{last} do not continue at {end}, or are empty",
+                            where=f"{where}[{s}].blocks")  # fmt: skip
+        end = last
+    if end != num_blocks:
+        raise PlanError(f"the stages end at block {end}, the model at {num_blocks}", where=where)
+    stages = (msgspec.structs.replace(s, blocks=b)
+              for s, b in zip(replica.stages, given, strict=True))  # fmt: skip
+    return msgspec.structs.replace(replica, stages=tuple(stages))
+
+
+def _weight(graph: ModelGraph, block: int) -> float:
+    kind = graph.kind_of(block)
+    return kind.flops_per_row + 100.0 * kind.num_ops
+
+
+def balance(weights: list[float], num_parts: int) -> list[tuple[int, int]]:
+    """Contiguous parts whose heaviest is as light as can be (exact dynamic program)."""
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    count = len(weights)
+    best = [[math.inf] * (count + 1) for _ in range(num_parts + 1)]
+    cut = [[0] * (count + 1) for _ in range(num_parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, num_parts + 1):
+        for end in range(part, count + 1):
+            for start in range(part - 1, end):
+                cost = max(best[part - 1][start], total[end] - total[start])
+                if cost < best[part][end]:
+                    best[part][end], cut[part][end] = cost, start
+    borders, end = [], count
+    for part in range(num_parts, 0, -1):
+        borders.append((cut[part][end], end))
+        end = cut[part][end]
+    return borders[::-1]
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values) if len(values) <= 8 else f"({values[0]} ... {values[-1]})"

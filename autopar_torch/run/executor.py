@@ -1,0 +1,173 @@
+"""Runs a schedule's action list on this rank: one action after the other, messages in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan import Replica
+from ..schedule import Action, Op, Schedule
+from .params import Reducer
+from .stage import StageRunner, Values
+
+_TAGS = 4096  # values per message, so that every message has a tag of its own
+
+
+class Mail:
+    """Values between stages: sends go on in the background, receives are posted early."""
+
+    def __init__(self, rank: int, replica: Replica, device: torch.device) -> None:
+        self.rank, self.replica, self.device = rank, replica, device
+        self.sent: list[tuple[Any, Tensor]] = []
+        self.posted: dict[Action, tuple[list[Any], Values]] = {}
+        self.tagged = dist.is_initialized() and dist.get_backend() == "gloo"
+
+    def peer(self, stage: int, other: int) -> int:
+        """The rank of another stage that this rank exchanges values with."""
+        mine, theirs = self.replica.stages[stage].devices, self.replica.stages[other].devices
+        return theirs[mine.index(self.rank) % len(theirs)]
+
+    def receivers(self, stage: int, other: int) -> list[int]:
+        """Ranks of another stage that get this rank's values (several if they are more)."""
+        mine, theirs = self.replica.stages[stage].devices, self.replica.stages[other].devices
+        me = mine.index(self.rank)
+        return [d for i, d in enumerate(theirs) if i % len(mine) == me]
+
+    def send(self, action: Action, other: int, values: Values) -> None:
+        for rank in self.receivers(action.stage, other):
+            for k, value in enumerate(values.values()):
+                data = value.contiguous()
+                work = dist.isend(data, rank, tag=self._tag(other, action, k))
+                self.sent.append((work, data))
+
+    def post(self, action: Action, other: int, empty: Callable[[], Values]) -> None:
+        """Have the values of a receive written as soon as they come."""
+        if action in self.posted:
+            return
+        values, rank = empty(), self.peer(action.stage, other)
+        works = [dist.irecv(value, rank, tag=self._tag(action.stage, action, k))
+                 for k, value in enumerate(values.values())]  # fmt: skip
+        self.posted[action] = (works, values)
+
+    def take(self, action: Action) -> Values:
+        works, values = self.posted.pop(action)
+        for work in works:
+            cast(Any, work).wait()
+        return values
+
+    def finish(self) -> None:
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+
+    def _tag(self, receiver: int, action: Action, k: int) -> int:
+        if not self.tagged:
+            return 0
+        backward = action.op in (Op.SEND_B, Op.RECV_B)
+        return ((action.micro_batch * 256 + receiver) * 2 + backward) * _TAGS + k
+
+
+class Executor:
+    """One step of one rank's action list."""
+
+    def __init__(self, stages: dict[int, StageRunner], replica: Replica, mail: Mail,
+                 reducer: Reducer | None) -> None:  # fmt: skip
+        self.stages, self.replica, self.mail, self.reducer = stages, replica, mail, reducer
+        self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
+        self.results: dict[int, Values] = {}
+
+    def run(self, schedule: Schedule, position: int, rows: Sequence[tuple[int, int]],
+            context: Callable[[int, int], dict[str, Any]], train: bool) -> dict[int, Values]:  # fmt: skip
+        """Micro-batch -> outputs, on the ranks of the last stage."""
+        self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
+        actions = schedule.actions[position]
+        self.lasts = _last_backwards(actions)
+        for index, action in enumerate(actions):
+            self._look_ahead(actions, index)
+            self._do(action)
+        self.mail.finish()
+        return self.results
+
+    def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
+        """Post the receives that follow before the computation that comes first."""
+        for action in actions[index : index + 3]:
+            if action.op in (Op.RECV_F, Op.RECV_B):
+                other = action.stage + (-1 if action.op is Op.RECV_F else 1)
+                self.mail.post(action, other, lambda a=action: self._empty(a))  # type: ignore[misc]
+
+    def _empty(self, action: Action) -> Values:
+        """Tensors for what will be received."""
+        runner = self.stages[action.stage]
+        start, end = self.rows[action.micro_batch]
+        infos = runner.arriving if action.op is Op.RECV_F else {
+            n: i for n, i in runner.leaving.items() if i.grad}  # fmt: skip
+        return {
+            name: torch.empty(runner.shape(name, info, runner.layouts(name), end - start),
+                              dtype=getattr(torch, info.dtype), device=runner.device)
+            for name, info in infos.items()
+        }  # fmt: skip
+
+    def _do(self, action: Action) -> None:
+        stage, op, mb = action
+        match op:
+            case Op.RECV_F | Op.RECV_B:
+                self.values[stage, "F" if op is Op.RECV_F else "B", mb] = self.mail.take(action)
+            case Op.SEND_F:
+                self.mail.send(action, stage + 1, self.values.pop((stage + 1, "F", mb)))
+            case Op.SEND_B:
+                self.mail.send(action, stage - 1, self.values.pop((stage - 1, "B", mb)))
+            case Op.F:
+                self._forward(stage, mb)
+            case Op.B | Op.I:
+                self._backward(action)
+            case Op.W:
+                self._weights(action)
+            case Op.REDUCE:
+                pass  # started by the hooks; the step waits for all of them at its end
+
+    def _forward(self, stage: int, mb: int) -> None:
+        runner = self.stages[stage]
+        start, end = self.rows[mb]
+        arrived = self.values.pop((stage, "F", mb), {})
+        left = runner.forward(mb, end - start, arrived, self.context(stage, mb), self.train)
+        if runner.outputs:
+            self.results[mb] = left
+        else:
+            self.values[stage + 1, "F", mb] = left
+
+    def _backward(self, action: Action) -> None:
+        stage, op, mb = action
+        runner, reducer = self.stages[stage], cast(Reducer, self.reducer)
+        grads = self.values.pop((stage, "B", mb), {})
+        if action in self.lasts:
+            reducer.expect_last(self._final_names(action))
+        run = runner.backward if op is Op.B else runner.backward_input
+        back = run(mb, grads)
+        if op is Op.B:
+            reducer.after_backward(runner.params)
+        if stage > 0:
+            self.values[stage - 1, "B", mb] = back
+
+    def _weights(self, action: Action) -> None:
+        runner, reducer = self.stages[action.stage], cast(Reducer, self.reducer)
+        runner.backward_weight(action.micro_batch)
+        reducer.after_backward(runner.params)
+
+    def _final_names(self, action: Action) -> list[str]:
+        """Parameters that no later action of this rank adds a gradient to."""
+        if action.op is not Op.B:
+            return []
+        others = [p for s, r in self.stages.items() if s != action.stage for p in r.params]
+        return [p for p in self.stages[action.stage].params if p not in others]
+
+
+def _last_backwards(actions: Sequence[Action]) -> set[Action]:
+    """The last backward of every stage."""
+    last = {a.stage: a for a in actions if a.op is Op.B}
+    return set(last.values())
+
+

@@ -1,0 +1,2 @@
+"""placeholder"""
+def adopt(*a): raise NotImplementedError

@@ -1,0 +1,131 @@
+"""Who holds which part of every parameter, and with whom its gradient is summed. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..model import ModelGraph
+from ..plan import Plan, Stage
+from ..shard.layout import PARTIAL, WHOLE, Layout, Split
+from ..shard.solve import Forms, parse_forms
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+class Holding(NamedTuple):
+    """One rank's part of a parameter on the tensor axes, before any ZeRO cut."""
+
+    rank: int
+    stage: tuple[int, int]  # replica, stage that first reads it
+    forms: Forms
+    mesh: tuple[int, ...]
+    place: tuple[int, ...]
+
+    @property
+    def region(self) -> tuple[object, ...]:
+        """Equal for ranks that hold the same elements."""
+        cuts = zip(self.forms.value, self.mesh, self.place, strict=True)
+        return tuple((x, parts, i) for x, parts, i in cuts if isinstance(x, Split))
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """Equal for ranks whose gradients are to be added: complete copies stay apart."""
+        copies = tuple(
+            i if grad == WHOLE else None
+            for grad, i in zip(self.forms.grad, self.place, strict=True)
+        )
+        return (self.region, copies)
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks of this stage hold the same complete gradient."""
+        pairs = zip(self.forms.grad, self.mesh, strict=True)
+        return math.prod(parts for grad, parts in pairs if grad == WHOLE)
+
+    def boxes(self, shape: Sequence[int]) -> list[Box]:
+        """The rectangles of the full parameter that this rank has, in local order."""
+        boxes: list[Box] = [((0,) * len(shape), tuple(shape))]
+        for layout, parts, index in zip(self.forms.value, self.mesh, self.place, strict=True):
+            if isinstance(layout, Split):
+                boxes = [cut for box in boxes for cut in _cut(box, boxes, layout, parts, index)]
+        return boxes
+
+
+def _cut(box: Box, boxes: list[Box], split: Split, parts: int, index: int) -> list[Box]:
+    """Part `index` of a box, within each of the outer parts that fall on it."""
+    offsets, sizes = box
+    dim = split.dim
+    pieces = max(1, split.outer // len(boxes))  # outer parts that earlier cuts have not separated
+    length = sizes[dim] // pieces // parts
+    starts = [offsets[dim] + p * (sizes[dim] // pieces) + index * length for p in range(pieces)]
+    return [
+        ((*offsets[:dim], start, *offsets[dim + 1 :]), (*sizes[:dim], length, *sizes[dim + 1 :]))
+        for start in starts
+    ]
+
+
+def place_in(stage: Stage, rank: int) -> tuple[int, ...]:
+    """Coordinates of a rank on the mesh of its stage (last axis fastest)."""
+    index, place = stage.devices.index(rank), []
+    for size in reversed(stage.axes):
+        place.append(index % size)
+        index //= size
+    return tuple(reversed(place))
+
+
+def axis_ranks(stage: Stage, rank: int, axis: int) -> tuple[int, ...]:
+    """Ranks that differ from this one on one axis only."""
+    mine = place_in(stage, rank)
+    return tuple(other for other in stage.devices
+                 if all(a == b or i == axis for i, (a, b) in enumerate(
+                     zip(mine, place_in(stage, other), strict=True))))  # fmt: skip
+
+
+def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
+    """The form of a parameter slot of a block, whole where there is no sharding."""
+    first = (stage.blocks or (0, 0))[0]
+    number = -1 if stage.shardings is None else stage.shardings[block - first]
+    if number >= 0:
+        return parse_forms(plan.shardings[number].forms[slot])
+    whole: tuple[Layout, ...] = (WHOLE,) * len(stage.axes)
+    return Forms(whole, whole)
+
+
+def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[Holding]]:
+    """Parameter -> one holding per rank that has a part of it, in rank order."""
+    found: dict[str, dict[int, Holding]] = {}
+    for r, replica in enumerate(plan.replicas):
+        for s, stage in enumerate(replica.stages):
+            first, last = stage.blocks or (0, 0)
+            for block in range(first, last):
+                for slot, name in graph.blocks[block].params.items():
+                    forms = param_forms(plan, stage, block, slot)
+                    for rank in stage.devices:
+                        holding = Holding(rank, (r, s), forms, stage.axes, place_in(stage, rank))
+                        found.setdefault(name, {}).setdefault(rank, holding)
+    return {name: [ranks[k] for k in sorted(ranks)] for name, ranks in found.items()}
+
+
+class Team(NamedTuple):
+    """Ranks whose gradients of a parameter are summed; `mixed`: their parts differ."""
+
+    ranks: tuple[int, ...]
+    mixed: bool = False
+
+
+def team_of(holdings: list[Holding], rank: int) -> Team:
+    """With whom a rank sums its gradient."""
+    mine = next(h for h in holdings if h.rank == rank)
+    stages = {h.stage for h in holdings}
+    alike = {(h.forms, h.mesh) for h in holdings}
+    families = Counter(h.family for h in holdings if h.stage == mine.stage)
+    if len(alike) == 1 or len(stages) == 1:
+        ranks = tuple(h.rank for h in holdings if h.family == mine.family)
+        return Team(ranks)
+    if families and all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
+                        and not h.region and h.num_copies == 1 for h in holdings):  # fmt: skip
+        return Team(tuple(h.rank for h in holdings))
+    return Team(tuple(h.rank for h in holdings), True)

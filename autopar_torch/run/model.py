@@ -1,0 +1,301 @@
+"""ParallelModel: the module a user trains with, whatever the plan."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import schedule as schedules
+from ..errors import RunError
+from ..model import ModelGraph
+from ..plan import Plan
+from ..trace import Traced
+from ..trace.call import Call, take_apart
+from . import checkpoint, state
+from .context import Prologue
+from .executor import Executor, Mail
+from .params import ParamStore, Reducer
+from .stage import StageRunner
+from .world import World
+
+Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
+
+
+class Program:
+    """One traced call under the plan: this rank's stages and its prologue."""
+
+    def __init__(self, traced: Traced, model: ParallelModel) -> None:
+        plan, world, store = model.plan, model.world, model.store
+        self.traced = traced
+        self.stages: dict[int, StageRunner] = {}
+        replica = plan.replicas[model.replica]
+        for s, stage in enumerate(replica.stages):
+            if world.rank in stage.devices:
+                peers = model.replica_axis(s)
+                self.stages[s] = StageRunner(traced, plan, stage, store, world.tensor_axes(stage),
+                                             peers, model.device)  # fmt: skip
+        names = [n for runner in self.stages.values() for n in runner.context_names()]
+        self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
+
+
+class ParallelModel(nn.Module):
+    """Takes the global batch on every rank and returns the loss of the global batch on every rank.
+
+    In training mode `forward` runs the whole schedule, backward included, and keeps the gradients
+    aside; the returned loss hands them to the parameters when `backward()` is called on it.
+    """
+
+    def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
+                 outputs: Sequence[str] = ()) -> None:  # fmt: skip
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.world, self.device, self._prepare = world, device, prepare
+        self.outputs = tuple(outputs)
+        self.retrace: Callable[[Call, bool, tuple[str, ...] | None], Traced] | None = None
+        self._plan: Plan | None = None
+        self._programs: dict[Any, Program] = {}
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self.fallback_reason = ""
+
+    # --- what the plan made of this rank ----------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RunError("there is no plan before the first batch", where="model.plan",
+                           fix="pass example_inputs= to parallelize")  # fmt: skip
+        return self._plan
+
+    def adopt(self, plan: Plan, graph: ModelGraph,
+              source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
+        """Take up a plan: parameters become this rank's parts, filled from `source`."""
+        self._plan, self.graph = plan, graph
+        self.replica = next(r for r, rep in enumerate(plan.replicas)
+                            if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
+        stages = [s for replica in plan.replicas for s in replica.stages]
+        self.world.make_groups(_axis_groups(plan))
+        self.store = ParamStore(self.module, plan, graph, self.world)
+        self.store.place(source)
+        mine = [s for s in stages if self.world.rank in s.devices]
+        blocks = {b: list(graph.blocks[b].params.values())
+                  for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
+        self.reducer = Reducer(self.store, blocks)
+        self.buffers_by_name = dict(self.module.named_buffers())
+
+    def replica_axis(self, stage: int) -> Any:
+        """The ranks that have this rank's place in the other replicas."""
+        ranks = _peers(self.plan, self.replica, stage, self.world.rank)
+        return self.world.axis(ranks) if ranks else None
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the global batch, or an object with it and the outputs asked for."""
+        call, tensors = take_apart(args, kwargs)
+        tensors = [t.to(self.device) for t in tensors]
+        if self._plan is None:
+            self._prepare(self, call, tensors)
+        if self.fallback_reason:
+            return cast(Any, self.fallback)(call, tensors)
+        train = self.training and torch.is_grad_enabled()
+        program = self._program(call)
+        results = self._run(program, call, tensors, train)
+        return _returned(results, program.traced.outputs)
+
+    def _program(self, call: Call) -> Program:
+        key = (call.key, self.training)
+        if key not in self._programs:
+            wanted = ("loss", *self.outputs) if self.training else None
+            traced = cast(Any, self.retrace)(call, self.training, wanted)
+            self._programs[key] = Program(traced, self)
+        return self._programs[key]
+
+    def _run(self, program: Program, call: Call, tensors: list[Tensor],
+             train: bool) -> dict[str, Tensor]:  # fmt: skip
+        spans = self.micro_batches(call.num_rows)
+        rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
+        replica = self.plan.replicas[self.replica]
+        positions = replica.position_of
+        self.store.refresh()
+        if train:
+            self.reducer.begin(in_step)
+        whole = program.prologue.for_batch(call, tensors)
+        cache: dict[int, dict[str, Any]] = {}
+
+        def context(_: int, mb: int) -> dict[str, Any]:
+            if mb not in cache:
+                cache[mb] = program.prologue.for_rows(call, tensors, whole, *rows[mb])
+            return cache[mb]
+
+        position = positions[min(program.stages)]
+        actions = schedules.build(self.plan.schedule, positions, len(rows), backward=train)
+        mail = Mail(self.world.rank, replica, self.device)
+        executor = Executor(program.stages, replica, mail, self.reducer if train else None)
+        parts = executor.run(actions, position, rows, context, train)
+        if train:
+            self.reducer.launch_rest()
+        values = self._collect(program, parts, rows, call.num_rows)
+        if train:
+            values["loss"] = _hand_over(self._anchor, values["loss"], self._finish_grads())
+        return values
+
+    def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
+        """Rows of every micro-batch of every replica; sizes differ by one row at most."""
+        total = self.plan.num_micro_batches
+        sizes = [num_rows // total + (i < num_rows % total) for i in range(total)]
+        ends = list(itertools.accumulate(sizes))
+        spans = iter(zip([0, *ends], ends, strict=False))
+        return [[span for span in itertools.islice(spans, replica.num_micro_batches)
+                 if span[1] > span[0]] for replica in self.plan.replicas]  # fmt: skip
+
+    def local_slice(self, num_rows: int) -> slice:
+        """Rows of the global batch that this rank's replica computes with."""
+        spans = self.micro_batches(num_rows)[self.replica]
+        return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
+
+    def _finish_grads(self) -> list[tuple[Tensor, Tensor]]:
+        sums = self.reducer.finish()
+        return [(self.store.held[name].tensor, grad) for name, grad in sums.items()]
+
+    def _collect(self, program: Program, parts: dict[int, dict[str, Tensor]],
+                 rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
+        """Outputs of the whole batch on every rank: everyone adds what only it has."""
+        stage = self.plan.replicas[self.replica].stages[-1]
+        speaks = stage.devices[0] == self.world.rank
+        return {
+            name: self._gathered(program, name, parts if speaks else {}, rows, num_rows)
+            for name in program.traced.outputs
+        }
+
+    def _gathered(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
+                  rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip
+        info = state.output_info(program.traced, name)
+        full = torch.zeros(info.at(num_rows), dtype=getattr(torch, info.dtype), device=self.device)
+        per_row = info.at(2)[0] - info.at(1)[0] if info.shape else 0
+        for mb, values in parts.items():
+            start, end = rows[mb]
+            value = values[name]
+            if per_row:
+                full[start * per_row : end * per_row] = value
+            elif name == "loss":
+                full += value
+            elif start == 0:
+                full.copy_(value)
+        return self.world.sum(full)
+
+    # --- what training scripts use ----------------------------------------------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The user's Parameter objects (this rank's parts)."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under their original names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`."""
+        return state.clip_grad_norm(self, max_norm)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Full tensors under the original names, on every rank (all ranks must call it)."""
+        return state.full_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
+                        assign: bool = False) -> Any:  # fmt: skip
+        """Take full tensors; every rank keeps its part."""
+        return state.load_full(self, state_dict, strict)
+
+    def save(self, folder: str | os.PathLike[str],
+             optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
+        """Write a checkpoint that any plan can load."""
+        checkpoint.save(self, folder, optimizer)
+
+    def load(self, folder: str | os.PathLike[str],
+             optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
+        """Read a checkpoint written under any plan."""
+        checkpoint.load(self, folder, optimizer)
+
+    def explain(self, name: str) -> str:
+        """How the blocks whose name contains `name` are run on this rank, as code."""
+        programs = [p for prog in self._programs.values() for p in prog.stages.values()]
+        found = []
+        for runner in programs:
+            for index, cell in enumerate(runner.cells):
+                if name in cell.block.name:
+                    code = [p.code for (kind, number, _), p in runner.programs.items()
+                            if (kind, number) == (cell.block.kind, runner._sharding(index))]  # fmt: skip
+                    found.append(f"# {cell.block.name}\n" + "\n".join(code[:1]))
+        return "\n".join(found) or f"no block of this rank is called {name!r}"
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor,
+                grads: list[tuple[Tensor, Tensor]]) -> Tensor:  # fmt: skip
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[None, None, None]:
+        if ctx.grads is None:
+            raise RunError("backward() was already called on this loss", fix="run forward again")
+        factor = float(upstream[0])
+        for param, grad in ctx.grads:
+            if factor != 1.0:
+                grad.mul_(factor)
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        ctx.grads = None
+        return None, None, None
+
+
+def _hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """A loss whose backward gives the parameters their gradients."""
+    return cast(Tensor, _HandOver.apply(anchor, loss, grads))
+
+
+class Outputs(dict[str, Any]):
+    """What a model returned, by name, as items and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _returned(values: dict[str, Tensor], names: tuple[str, ...]) -> Any:
+    return values["loss"] if names == ("loss",) else Outputs(values)
+
+
+def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:
+    """Ranks at the same place of the same stage of every replica; empty if they differ."""
+    stages = [r.stages[stage] for r in plan.replicas if len(r.stages) > stage]
+    own = plan.replicas[replica].stages[stage]
+    if len(stages) < len(plan.replicas) or len(stages) == 1:
+        return ()
+    if any((s.axes, s.blocks) != (own.axes, own.blocks) for s in stages):
+        return ()
+    return tuple(s.devices[own.devices.index(rank)] for s in stages)
+
+
+def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Every group of the tensor axes, and of equal places in all replicas."""
+    from .holdings import axis_ranks
+
+    groups = []
+    for r, replica in enumerate(plan.replicas):
+        for s, stage in enumerate(replica.stages):
+            for rank in stage.devices:
+                groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
+                groups.append(_peers(plan, r, s, rank))
+    return [tuple(sorted(g)) for g in groups if g]
+
+
+__all__ = ["ParallelModel"]

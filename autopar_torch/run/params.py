@@ -1,0 +1,424 @@
+"""Parameters of one rank: what it keeps, what it computes with, and how gradients come together.
+
+The user's Parameter objects keep their identity and hold this rank's part. Blocks compute with
+*leaves*: the part itself, or a copy that is gathered (ZeRO) or cast (bfloat16) from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..model import ModelGraph
+from ..plan import Plan
+from ..shard.collectives import Axis, gather_pieces, part
+from ..shard.layout import Split
+from .holdings import Box, Holding, Team, all_holdings, team_of
+from .world import World
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass
+class Held:
+    """One parameter (or buffer) of which this rank has a part."""
+
+    name: str
+    tensor: Tensor  # the user's object
+    holding: Holding
+    team: Team
+    axis: Axis | None
+    shape: tuple[int, ...]  # full
+    zero: bool = False
+    steady: bool = False  # all of the team use it at the same points of their schedules
+    leaf: Tensor = field(default_factory=lambda: torch.empty(0))
+    local: tuple[int, ...] = ()  # this rank's part before the ZeRO cut
+
+    @property
+    def trainable(self) -> bool:
+        return self.tensor.requires_grad
+
+    @property
+    def rows(self) -> int:
+        """Rows of dim 0 per rank under ZeRO (the last ranks may have fewer)."""
+        return -(-self.local[0] // self.axis.parts) if self.axis else self.local[0]
+
+    @property
+    def piece(self) -> int:
+        """Elements of a ZeRO piece, padding included."""
+        return self.rows * math.prod(self.local[1:])
+
+    def own_rows(self) -> tuple[int, int]:
+        index = self.axis.index if self.axis else 0
+        start = min(index * self.rows, self.local[0])
+        return start, min(start + self.rows, self.local[0])
+
+    def boxes(self) -> list[Box]:
+        """Rectangles of the full tensor, in the order in which they lie in `tensor`."""
+        boxes = self.holding.boxes(self.shape)
+        if not self.zero:
+            return boxes
+        start, end = self.own_rows()
+        found, at = [], 0
+        for offsets, sizes in boxes:
+            a, b = max(start - at, 0), min(end - at, sizes[0])
+            if b > a and all(sizes):
+                found.append(((offsets[0] + a, *offsets[1:]), (b - a, *sizes[1:])))
+            at += sizes[0]
+        return found if _stacked(self.holding) else boxes
+
+
+def _stacked(holding: Holding) -> bool:
+    """Whether the boxes of a part lie one after the other along dim 0."""
+    cuts = [x for x in holding.forms.value if isinstance(x, Split)]
+    return all(x.outer == 1 or x.dim == 0 for x in cuts)
+
+
+class ParamStore:
+    """All parameters that this rank has a part of."""
+
+    def __init__(self, model: nn.Module, plan: Plan, graph: ModelGraph, world: World) -> None:
+        self.world, self.plan, self.graph = world, plan, graph
+        self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
+        self.holdings = all_holdings(plan, graph)
+        shapes = [[(s.blocks, s.axes) for s in r.stages] for r in plan.replicas]
+        counts = {r.num_micro_batches for r in plan.replicas}
+        self.alike = len(counts) == 1 and all(shape == shapes[0] for shape in shapes)
+        self.tensors = dict(_named_tensors(model))
+        teams = {name: {h.rank: team_of(hs, h.rank) for h in hs}
+                 for name, hs in self.holdings.items()}  # fmt: skip
+        world.make_groups(t.ranks for by_rank in teams.values() for t in by_rank.values())
+        self.held: dict[str, Held] = {}
+        for name, holdings in self.holdings.items():
+            mine = next((h for h in holdings if h.rank == world.rank), None)
+            if mine is not None:
+                self.held[name] = self._hold(name, mine, teams[name][world.rank])
+        self.versions: dict[str, int] = {}
+
+    def _hold(self, name: str, holding: Holding, team: Team) -> Held:
+        info, tensor = self.graph.params[name], self.tensors[name]
+        held = Held(name, tensor, holding, team, self.world.axis(team.ranks), info.shape)
+        held.local = _local_shape(info.shape, holding)
+        can_cut = held.axis is not None and not team.mixed and bool(held.local)
+        held.zero = (self.plan.zero > 0 and can_cut and held.trainable and _stacked(holding)
+                     and not info.buffer)  # fmt: skip
+        held.steady = held.zero and self.alike and self._in_one_stage(name)
+        return held
+
+    def _in_one_stage(self, name: str) -> bool:
+        """Whether only one stage of every replica reads a parameter."""
+        users = self.graph.users(name)
+        stages = [s.blocks for s in self.plan.replicas[0].stages if s.blocks]
+        return sum(any(a <= u < b for u in users) for a, b in stages) == 1
+
+    def cut(self, held: Held, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor, a copy."""
+        value, holding = full, held.holding
+        for layout, parts, i in zip(holding.forms.value, holding.mesh, holding.place, strict=True):
+            if isinstance(layout, Split):
+                value = part(value, layout, parts, i)
+        if held.zero:
+            start, end = held.own_rows()
+            value = value[start:end]
+        return value.detach().clone()
+
+    def place(self, source: Callable[[str], Tensor | None]) -> None:
+        """Fill every parameter from its full value; None where this rank may skip it."""
+        for name in self.graph.params:
+            full, tensor = source(name), self.tensors[name]
+            if name in self.held and full is not None:
+                tensor.data = self.cut(self.held[name], full)
+            elif name in self.holdings:
+                tensor.data = tensor.new_empty((0, *tensor.shape[1:]), device=self._device())
+        for held in self.held.values():
+            self._make_leaf(held)
+
+    def _device(self) -> torch.device:
+        return next((h.tensor.device for h in self.held.values()), torch.device("cpu"))
+
+    def _make_leaf(self, held: Held) -> None:
+        if self.graph.params[held.name].buffer:
+            held.leaf = held.tensor
+            return
+        cast_to = self.dtype if self.dtype and held.tensor.is_floating_point() else None
+        if held.zero or cast_to:
+            kind = cast_to or held.tensor.dtype
+            held.leaf = torch.empty(held.local, dtype=kind, device=held.tensor.device)
+        else:
+            held.leaf = held.tensor.detach()
+        held.leaf.requires_grad_(held.trainable)
+        if self.gathers_per_use(held):
+            held.leaf.untyped_storage().resize_(0)
+
+    def refresh(self) -> None:
+        """Bring the leaves up to date with what the optimizer did to the parameters."""
+        for held in self.held.values():
+            if held.leaf is held.tensor:
+                continue
+            if not held.zero and self.dtype is None:
+                held.leaf.data = held.tensor.data
+            elif not held.zero:
+                with torch.no_grad():
+                    held.leaf.copy_(held.tensor)
+        self.gather([h for h in self.held.values() if h.zero and not self.gathers_per_use(h)])
+
+    def gathers_per_use(self, held: Held) -> bool:
+        """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
+        return self.plan.zero == 3 and held.steady
+
+    def gather(self, helds: Iterable[Held]) -> None:
+        """Fill leaves from the pieces of all ranks of their team."""
+        for axis, group in _by_team(helds):
+            flat = torch.cat([_padded(h) for h in group])
+            pieces = gather_pieces(flat, axis)
+            offset = 0
+            for held in group:
+                self._fill(held, [p[offset : offset + held.piece] for p in pieces])
+                offset += held.piece
+
+    def _fill(self, held: Held, pieces: list[Tensor]) -> None:
+        storage = held.leaf.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(held.leaf.numel() * held.leaf.element_size())
+        counter = torch.autograd._unsafe_preserve_version_counter(held.leaf)
+        with torch.no_grad(), counter:
+            for j, piece in enumerate(pieces):
+                start = min(j * held.rows, held.local[0])
+                end = min(start + held.rows, held.local[0])
+                if end > start:
+                    held.leaf[start:end] = piece.view(held.rows, *held.local[1:])[: end - start]
+
+    def release(self, held: Held) -> None:
+        """Free a gathered leaf; what autograd saved of it is filled again by `gather`."""
+        held.leaf.untyped_storage().resize_(0)
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _local_shape(shape: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
+    sizes = list(shape)
+    for layout, parts in zip(holding.forms.value, holding.mesh, strict=True):
+        if isinstance(layout, Split):
+            sizes[layout.dim] //= parts
+    return tuple(sizes)
+
+
+def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
+    groups: dict[tuple[int, ...], list[Held]] = {}
+    for held in helds:
+        groups.setdefault(held.team.ranks, []).append(held)
+    return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
+
+
+def _padded(held: Held) -> Tensor:
+    """This rank's ZeRO piece in the leaf's type, flat, with padding."""
+    flat = held.tensor.detach().to(held.leaf.dtype).reshape(-1)
+    return flat if flat.numel() == held.piece else torch.cat(
+        [flat, flat.new_zeros(held.piece - flat.numel())]
+    )  # fmt: skip
+
+
+class Bucket:
+    """Gradients that travel together: one team, one way of reducing."""
+
+    def __init__(self, helds: list[Held]) -> None:
+        self.helds, self.axis = helds, helds[0].axis
+        self.zero, self.mixed = helds[0].zero, helds[0].team.mixed
+        self.steady = helds[0].steady
+        self.waiting: set[str] = set()
+        self.flat: Tensor | None = None
+        self.got: Tensor | None = None
+        self.work: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(h.local) * 4 for h in self.helds)
+
+    def launch(self) -> None:
+        """Start summing what the leaves have gathered; leaves start afresh."""
+        if self.axis is None:
+            return
+        if self.mixed:
+            self.flat = torch.cat([_embedded(h).reshape(-1) for h in self.helds])
+        elif self.zero:
+            self.flat = torch.cat([_rows_matrix(h) for h in self.helds], 1)
+        else:
+            self.flat = torch.cat([_taken(h).reshape(-1) for h in self.helds])
+        for held in self.helds:
+            held.leaf.grad = None
+        if self.zero:
+            self.got = torch.empty_like(self.flat)
+            self.work = dist.all_to_all_single(self.got, self.flat, group=self.axis.group,
+                                               async_op=True)  # fmt: skip
+        else:
+            self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
+
+    def finish(self, into: dict[str, Tensor], store: ParamStore) -> None:
+        """Wait, and add the sums to `into`, in the shape of the user's parameters."""
+        if self.axis is None:
+            for held in self.helds:
+                if held.leaf.grad is not None:
+                    _add(into, held.name, held.leaf.grad.to(held.tensor.dtype))
+                    held.leaf.grad = None
+            return
+        self.work.wait()
+        flat = cast(Tensor, self.flat if self.got is None else self.got.sum(0))
+        offset = 0
+        for held in self.helds:
+            size = math.prod(held.shape if self.mixed else held.local)
+            size = held.piece if self.zero else size
+            _add(into, held.name, self._shaped(held, flat[offset : offset + size], store))
+            offset += size
+        self.flat = self.got = self.work = None
+
+    def _shaped(self, held: Held, flat: Tensor, store: ParamStore) -> Tensor:
+        if self.mixed:
+            return store.cut(held, flat.view(held.shape))
+        return flat[: held.tensor.numel()].view(held.tensor.shape)
+
+
+def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    into[name] = grad if name not in into else into[name].add_(grad)
+
+
+def _taken(held: Held) -> Tensor:
+    """The leaf's gradient in the parameter's type; zeros where none arrived."""
+    grad = held.leaf.grad
+    if grad is None:
+        return torch.zeros(held.local, dtype=held.tensor.dtype, device=held.tensor.device)
+    return grad.to(held.tensor.dtype)
+
+
+def _rows_matrix(held: Held) -> Tensor:
+    """The gradient as one row per rank of the team."""
+    parts = cast(Axis, held.axis).parts
+    flat = _taken(held).reshape(-1)
+    missing = held.piece * parts - flat.numel()
+    padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+    return padded.view(parts, held.piece)
+
+
+def _embedded(held: Held) -> Tensor:
+    """The gradient inside zeros of the full shape, divided among complete copies."""
+    full = torch.zeros(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
+    paste(full, _taken(held) / held.holding.num_copies, held.holding.boxes(held.shape))
+    return full
+
+
+def paste(full: Tensor, local: Tensor, boxes: list[Box]) -> None:
+    """Write a part into the full tensor. Boxes lie one after the other along one dim of it."""
+    if not boxes:
+        return
+    sizes = [box[1] for box in boxes]
+    dim = next((d for d in range(full.dim()) if len(boxes) > 1 and
+                sum(s[d] for s in sizes) == local.shape[d]
+                and sizes[0][d] != local.shape[d]), 0)  # fmt: skip
+    pieces = local.split([s[dim] for s in sizes], dim) if len(boxes) > 1 else [local]
+    for (offsets, size), piece in zip(boxes, pieces, strict=True):
+        index = tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
+        full[index] = piece.reshape(size)
+
+
+class Reducer:
+    """Sums gradients over teams, while the backward still runs where that is possible."""
+
+    def __init__(self, store: ParamStore, blocks_of: dict[int, list[str]]) -> None:
+        """`blocks_of`: block -> its parameters; later blocks get their gradients first."""
+        self.store = store
+        self.buckets = _buckets(store, blocks_of)
+        self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
+        self.sums: dict[str, Tensor] = {}
+        self.last = False
+        self.per_micro_batch = False
+        for held in store.held.values():
+            if held.trainable and not store.graph.params[held.name].buffer:
+                held.leaf.register_post_accumulate_grad_hook(self._hook(held))
+
+    def _hook(self, held: Held) -> Callable[[Tensor], None]:
+        return lambda _: self.arrived(held.name)
+
+    def begin(self, in_step: bool) -> None:
+        """A new step; `in_step`: every replica has the same number of micro-batches."""
+        self.sums, self.last = {}, False
+        self.per_micro_batch = self.store.plan.zero >= 2 and in_step
+        for bucket in self.buckets:
+            bucket.waiting = {h.name for h in bucket.helds}
+
+    def arrived(self, name: str) -> None:
+        """A leaf has its gradient of this micro-batch."""
+        held = self.store.held[name]
+        if self.store.gathers_per_use(held):
+            self.store.release(held)
+        if self.last and name in self.final:
+            bucket = self.bucket_of[name]
+            bucket.waiting.discard(name)
+            if not bucket.waiting and bucket.work is None:
+                self._launch_ready()
+
+    final: frozenset[str] = frozenset()
+
+    def expect_last(self, names: Iterable[str]) -> None:
+        """The coming backward is the last one of these parameters."""
+        self.last, self.final = True, frozenset(names)
+
+    def _launch_ready(self) -> None:
+        """Buckets start in one order on every rank."""
+        for bucket in self.buckets:
+            if bucket.work is None and bucket.axis is not None:
+                if bucket.waiting:
+                    return
+                bucket.launch()
+
+    def after_backward(self, names: Iterable[str]) -> None:
+        """ZeRO 2 and 3 do not keep whole gradients from one micro-batch to the next."""
+        self.last = False
+        if not self.per_micro_batch:
+            return
+        touched = {id(self.bucket_of[n]): self.bucket_of[n] for n in names if n in self.bucket_of}
+        for bucket in self.buckets:
+            if id(bucket) in touched and bucket.steady:
+                if bucket.work is None:
+                    bucket.launch()
+                bucket.finish(self.sums, self.store)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Every gradient of this rank's parameters, summed over everyone who has the same part."""
+        for bucket in self._pending():
+            bucket.finish(self.sums, self.store)
+        return self.sums
+
+    def launch_rest(self) -> None:
+        """Start every reduction that has not started, before anything else is communicated."""
+        for bucket in self._pending():
+            if bucket.work is None:
+                bucket.launch()
+
+    def _pending(self) -> list[Bucket]:
+        return [b for b in self.buckets if not (self.per_micro_batch and b.steady)]
+
+
+def _buckets(store: ParamStore, blocks_of: dict[int, list[str]]) -> list[Bucket]:
+    """Parameters in reverse order of blocks, grouped by team up to a size."""
+    order = [n for block in sorted(blocks_of, reverse=True) for n in reversed(blocks_of[block])]
+    open_: dict[Any, list[Held]] = {}
+    done: list[Bucket] = []
+    first_use = {name: store.graph.users(name)[0] for name in dict.fromkeys(order)}
+    for name in dict.fromkeys(sorted(order, key=lambda n: -first_use[n])):
+        held = store.held[name]
+        if not held.trainable or store.graph.params[name].buffer:
+            continue
+        stage = first_use[name] if store.plan.zero >= 2 else 0
+        key = (held.team, held.zero, held.steady, held.tensor.dtype, stage)
+        open_.setdefault(key, []).append(held)
+        if sum(math.prod(h.local) * 4 for h in open_[key]) >= BUCKET_BYTES:
+            done.append(Bucket(open_.pop(key)))
+    return done + [Bucket(helds) for helds in open_.values()]

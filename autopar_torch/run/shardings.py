@@ -1,0 +1,108 @@
+"""Solve what a plan leaves open: the sharding of every block of every stage with several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..cluster import CPU_CORE, LOOPBACK
+from ..model import ModelGraph
+from ..plan import Plan, Replica, Sharding, Stage
+from ..shard.price import Prices
+from ..shard.solve import Forms, KindTable, parse_forms, solve_chain, tabulate
+from ..trace import Traced
+
+Pins = dict[str, dict[tuple[int, ...], Forms]]  # parameter -> mesh -> form
+
+
+@dataclass
+class _Found:
+    """Shardings so far, each once."""
+
+    shardings: list[Sharding] = field(default_factory=list)
+
+    def index(self, sharding: Sharding) -> int:
+        if sharding not in self.shardings:
+            self.shardings.append(sharding)
+        return self.shardings.index(sharding)
+
+
+def prices(num_axes: int, rows: int) -> Prices:
+    """What sharding decisions are made with until a profile is measured."""
+    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows)
+
+
+def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None) -> Plan:
+    """The plan with a sharding for every block on several devices; given ones are kept."""
+    found = _Found(list(plan.shardings))
+    replicas = []
+    for replica in plan.replicas:
+        stages = list(replica.stages)
+        for group in _groups(replica):
+            if len(group) == len(stages) and all(s.shardings is not None for s in stages):
+                continue
+            solved = _solve(traced, [stages[s] for s in group], rows, _whole_values(
+                traced.graph, replica, group), pins or {})  # fmt: skip
+            numbers = iter([-1 if s is None else found.index(s) for s in solved])
+            for s in group:
+                first, last = stages[s].blocks or (0, 0)
+                if stages[s].shardings is None:
+                    own = tuple(next(numbers) for _ in range(first, last))
+                    stages[s] = msgspec.structs.replace(stages[s], shardings=own)
+        replicas.append(msgspec.structs.replace(replica, stages=tuple(stages)))
+    return msgspec.structs.replace(plan, replicas=tuple(replicas),
+                                   shardings=tuple(found.shardings))  # fmt: skip
+
+
+def _groups(replica: Replica) -> list[list[int]]:
+    """Runs of stages with the same mesh: solved as one chain."""
+    groups: list[list[int]] = []
+    for s, stage in enumerate(replica.stages):
+        if groups and replica.stages[groups[-1][-1]].axes == stage.axes:
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    return groups
+
+
+def _whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> frozenset[str]:
+    """Values that other meshes see too, and what the model returns."""
+    first = (replica.stages[group[0]].blocks or (0, 0))[0]
+    last = (replica.stages[group[-1]].blocks or (0, 0))[1]
+    return frozenset({*graph.outputs.values(), *graph.crossing(first), *graph.crossing(last)})
+
+
+def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[str],
+           pins: Pins) -> Sequence[Sharding | None]:  # fmt: skip
+    first, last = (stages[0].blocks or (0, 0))[0], (stages[-1].blocks or (0, 0))[1]
+    mesh = stages[0].axes
+    blocks = traced.graph.blocks[first:last]
+    if all(parts == 1 for parts in mesh):
+        return [None] * len(blocks)
+    graph = traced.graph
+    tables: dict[str, KindTable] = {}
+    for kind in dict.fromkeys(block.kind for block in blocks):
+        shared = frozenset(slot for b in blocks if b.kind == kind
+                           for slot, p in b.params.items() if len(graph.users(p)) > 1)  # fmt: skip
+        example = next(b for b in blocks if b.kind == kind)
+        fixed = {slot: [pins[p][mesh]] for slot, p in example.params.items()
+                 if mesh in pins.get(p, {})}  # fmt: skip
+        tables[kind] = tabulate(traced.programs[kind], mesh, prices(len(mesh), rows),
+                                shared=shared, pinned=fixed)  # fmt: skip
+    return solve_chain(blocks, tables, whole)
+
+
+def pins_of(plan: Plan, graph: ModelGraph) -> Pins:
+    """The forms that parameters have under a plan, for other traces of the same model."""
+    pins: Pins = {}
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            first, _ = stage.blocks or (0, 0)
+            for i, number in enumerate(stage.shardings or ()):
+                if number >= 0:
+                    for slot, name in graph.blocks[first + i].params.items():
+                        form = parse_forms(plan.shardings[number].forms[slot])
+                        pins.setdefault(name, {})[stage.axes] = form
+    return pins

@@ -1,0 +1,190 @@
+"""One stage on one rank: its blocks as programs, run forward and backward per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..model import Block, TensorInfo
+from ..plan import Plan, Stage
+from ..shard.collectives import Axis
+from ..shard.layout import WHOLE, Layouts, local_shape
+from ..shard.lower import lower
+from ..shard.ops import WeightQueue
+from ..shard.solve import parse_forms
+from ..trace import Traced
+from .params import Held, ParamStore
+
+Values = dict[str, Tensor]
+
+
+class Cell(NamedTuple):
+    """A block ready to run: where its arguments come from and what its results are called."""
+
+    block: Block
+    args: tuple[tuple[str, str], ...]  # ("value" | "context" | "param", name) per placeholder
+    results: tuple[str, ...]
+    recompute: bool
+    gathered: tuple[Held, ...]  # parameters to gather before and free after (ZeRO 3)
+
+
+class StageRunner:
+    """The blocks of one stage; programs are made per number of rows, when first needed."""
+
+    def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore,
+                 axes: Sequence[Axis], replicas: Axis | None, device: torch.device) -> None:  # fmt: skip
+        self.traced, self.plan, self.stage, self.store = traced, plan, stage, store
+        self.axes, self.replicas, self.device = axes, replicas, device
+        self.first, self.last = stage.blocks or (0, 0)
+        graph = traced.graph
+        self.arriving = graph.crossing(self.first)
+        is_end = self.last == len(graph.blocks)
+        self.leaving = {} if is_end else graph.crossing(self.last)
+        self.outputs = graph.outputs if is_end else {}
+        self.cells = [self._cell(i) for i in range(self.first, self.last)]
+        self.programs: dict[tuple[str, int, int], Callable[..., tuple[Tensor, ...]]] = {}
+        self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
+        self.queues: dict[int, WeightQueue] = {}
+
+    @property
+    def params(self) -> list[str]:
+        return self.traced.graph.params_of(self.first, self.last)
+
+    def context_names(self) -> list[str]:
+        """Prologue values that the blocks (or the outputs) of this stage read."""
+        names = [n for cell in self.cells for n in cell.block.context.values()]
+        made = {v for block in self.traced.graph.blocks for v in block.outputs.values()}
+        return names + [v for v in self.outputs.values() if v not in made]
+
+    def _cell(self, index: int) -> Cell:
+        graph = self.traced.graph
+        block = graph.blocks[index]
+        places = self.traced.programs[block.kind].find_nodes(op="placeholder")
+        kind = graph.kinds[block.kind]
+        held = [self.store.held[name] for name in block.params.values()]
+        gathered = tuple(h for h in held if self.store.gathers_per_use(h))
+        return Cell(block, tuple(_origin(block, p.name) for p in places),
+                    tuple(block.outputs.values()), self.stage.recompute and not kind.mutates,
+                    gathered)  # fmt: skip
+
+    def _program(self, index: int, rows: int) -> Callable[..., tuple[Tensor, ...]]:
+        number = self._sharding(index)
+        block = self.traced.graph.blocks[self.first + index]
+        key = (block.kind, number, rows)
+        if key not in self.programs:
+            sharding = self.plan.shardings[number] if number >= 0 else None
+            self.programs[key] = lower(
+                self.traced.programs[block.kind], sharding, self.axes, rows=rows,
+                device=self.device, replicas=self.replicas,
+                defer=self.plan.schedule == "zero_bubble",
+            )  # fmt: skip
+        return self.programs[key]
+
+    def _sharding(self, index: int) -> int:
+        return -1 if self.stage.shardings is None else self.stage.shardings[index]
+
+    def layouts(self, value: str) -> Layouts:
+        """How a value that crosses a border of this stage lies on the tensor axes."""
+        for index, cell in enumerate(self.cells):
+            slots = {**cell.block.inputs, **cell.block.outputs}
+            slot = next((s for s, v in slots.items() if v == value), None)
+            if slot is not None and self._sharding(index) >= 0:
+                text = self.plan.shardings[self._sharding(index)].forms[slot]
+                return parse_forms(text).value
+        return (WHOLE,) * len(self.stage.axes)
+
+    def shape(self, value: str, info: TensorInfo, layouts: Layouts, rows: int) -> list[int]:
+        return local_shape(info.at(rows), layouts, self.stage.axes)
+
+    def forward(self, micro_batch: int, rows: int, arrived: Values, context: dict[str, Any],
+                train: bool) -> Values:  # fmt: skip
+        """Run all blocks; keeps what backward needs. Returns what leaves, or the outputs."""
+        if train:
+            arrived = {n: _leaf(v, self.arriving[n].grad) for n, v in arrived.items()}
+        values: dict[str, Any] = dict(arrived)
+        for index, cell in enumerate(self.cells):
+            results = self._run_cell(index, cell, values, context, rows, train)
+            values.update(zip(cell.results, results, strict=True))
+        names = self.outputs or {name: name for name in self.leaving}
+        left = {name: values[v] if v in values else context[v] for name, v in names.items()}
+        if train:
+            self.kept[micro_batch] = (arrived, left)
+        return {n: v.detach() if isinstance(v, Tensor) else v for n, v in left.items()}
+
+    def _run_cell(self, index: int, cell: Cell, values: dict[str, Any], context: dict[str, Any],
+                  rows: int, train: bool) -> tuple[Tensor, ...]:  # fmt: skip
+        run = self._program(index, rows)
+        if cell.gathered:
+            self.store.gather(cell.gathered)
+        args = [self._argument(kind, name, values, context) for kind, name in cell.args]
+        if train and cell.recompute:
+            results = cast(Any, checkpoint)(run, *args, use_reentrant=False)
+        else:
+            results = run(*args)
+        if cell.gathered:
+            self._free_until_backward(cell, results, train)
+        return cast(tuple[Tensor, ...], results)
+
+    def _argument(self, kind: str, name: str, values: dict[str, Any],
+                  context: dict[str, Any]) -> Any:  # fmt: skip
+        if kind == "param":
+            return self.store.held[name].leaf
+        return values[name] if kind == "value" else context[name]
+
+    def _free_until_backward(self, cell: Cell, results: Sequence[Tensor], train: bool) -> None:
+        """Backward meets the results of a block first: that is when its parameters come back."""
+        for held in cell.gathered:
+            self.store.release(held)
+        if train:
+            for result in results:
+                if result.requires_grad:
+                    result.register_hook(lambda _: self._gather_again(cell))
+
+    def _gather_again(self, cell: Cell) -> None:
+        self.store.gather([h for h in cell.gathered if h.leaf.untyped_storage().size() == 0])
+
+    def backward(self, micro_batch: int, grads: Values) -> Values:
+        """Backward of a micro-batch; returns the gradients of what arrived."""
+        arrived, left = self.kept.pop(micro_batch)
+        if self.outputs:
+            left, grads = {"loss": left["loss"]}, {"loss": torch.ones_like(left["loss"])}
+        pairs = [(v, grads[name]) for name, v in left.items()
+                 if isinstance(v, Tensor) and v.requires_grad]  # fmt: skip
+        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+        self._free_gathered()
+        return {
+            name: value.grad if value.grad is not None else torch.zeros_like(value)
+            for name, value in arrived.items() if value.requires_grad
+        }  # fmt: skip
+
+    def _free_gathered(self) -> None:
+        for cell in self.cells:
+            for held in cell.gathered:
+                if held.leaf.untyped_storage().size():
+                    self.store.release(held)
+
+    def backward_input(self, micro_batch: int, grads: Values) -> Values:
+        """The part of backward that others wait for; weight gradients of linears wait."""
+        with WeightQueue() as queue:
+            result = self.backward(micro_batch, grads)
+        self.queues[micro_batch] = queue
+        return result
+
+    def backward_weight(self, micro_batch: int) -> list[Tensor]:
+        return self.queues.pop(micro_batch).flush()
+
+
+def _origin(block: Block, slot: str) -> tuple[str, str]:
+    if slot in block.inputs:
+        return "value", block.inputs[slot]
+    if slot in block.context:
+        return "context", block.context[slot]
+    return "param", block.params[slot]
+
+
+def _leaf(value: Tensor, grad: bool) -> Tensor:
+    return value.detach().requires_grad_(grad)

@@ -1,0 +1,103 @@
+"""Process groups: one per set of ranks, made once, in the same order on every rank."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RunError
+from ..plan import Stage
+from ..shard.collectives import Axis
+from .holdings import axis_ranks, place_in
+
+TIMEOUT_S = 60
+
+
+def start() -> tuple[int, int]:
+    """(rank, world size); joins the processes that torchrun started, if any."""
+    if not dist.is_available():
+        return 0, 1
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class World:
+    """This rank's place, and the groups it shares with others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.groups: dict[tuple[int, ...], Any] = {}
+        if size > 1:
+            self.groups[tuple(range(size))] = dist.group.WORLD
+
+    def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Every rank must call this with the same sets."""
+        for ranks in sorted(set(rank_sets)):
+            if len(ranks) > 1 and ranks not in self.groups:
+                timeout = datetime.timedelta(seconds=TIMEOUT_S)
+                self.groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+
+    def axis(self, ranks: tuple[int, ...]) -> Axis | None:
+        """The group of these ranks, None for this rank alone."""
+        if len(ranks) == 1:
+            return None
+        return Axis(self.groups[ranks], len(ranks), ranks.index(self.rank), ranks)
+
+    def tensor_axes(self, stage: Stage) -> list[Axis]:
+        """One axis per dim of a stage's mesh; an axis of one rank has no group."""
+        place = place_in(stage, self.rank)
+        axes = []
+        for i, parts in enumerate(stage.axes):
+            ranks = axis_ranks(stage, self.rank, i)
+            axes.append(self.axis(ranks) or Axis(None, parts, place[i], ranks))
+        return axes
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def agree(self, data: bytes) -> bytes:
+        """Rank 0's bytes on every rank."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)], dtype=torch.int64, device=device())
+        dist.broadcast(length, 0)
+        buffer = torch.zeros(int(length), dtype=torch.uint8, device=device())
+        if self.rank == 0:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0)
+        return bytes(buffer.cpu().numpy())
+
+    def together(self, error: Exception | None) -> None:
+        """Raise on every rank what went wrong on any, before anyone waits for the others."""
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        flag = torch.tensor([0 if error is None else 1], device=device())
+        dist.all_reduce(flag)
+        if error is not None:
+            raise error
+        if int(flag):
+            raise RunError(f"{int(flag)} other rank(s) refused to go on; see their messages",
+                           where=f"rank {self.rank}")  # fmt: skip

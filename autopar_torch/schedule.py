@@ -1,0 +1,445 @@
+"""Who runs what, in which order: a pipeline schedule as lists of actions.
+
+A *position* is one device group of the pipeline; it may hold several virtual stages. `build` plays
+the pipeline with unit times, each kind of schedule being one rule that says when an action may
+start. So a list comes from a run that finished: it cannot deadlock. `check` proves the same of any
+list, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from autopar_torch.errors import ScheduleError
+
+
+class Op(StrEnum):
+    """What a position can be told to do for one stage and one micro-batch."""
+
+    F = "F"  # forward
+    B = "B"  # the whole backward
+    I = "I"  # noqa: E741  the part of the backward that the previous stage waits for
+    W = "W"  # the part that makes the gradients of the weights
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"  # the gradients of a stage, summed over its replicas
+
+
+# transfer -> (how far away the other stage is, what that one does)
+_ENDS = {
+    Op.SEND_F: (+1, Op.RECV_F),
+    Op.RECV_F: (-1, Op.SEND_F),
+    Op.SEND_B: (-1, Op.RECV_B),
+    Op.RECV_B: (+1, Op.SEND_B),
+}
+_SENDS = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}
+_RECEIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+_UNIT_TIME = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+_TEXT = re.compile(rf"([0-9]+)({'|'.join(sorted(Op, key=len, reverse=True))})([0-9]*)")
+
+
+class Action(NamedTuple):
+    """One step of one position, written `2F0`, `3SEND_F1`, `2REDUCE`."""
+
+    stage: int
+    op: Op
+    micro_batch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.op is Op.REDUCE else self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form; nothing but exactly that form is taken."""
+        if match := _TEXT.fullmatch(text):
+            action = cls(int(match[1]), Op(match[2]), int(match[3] or 0))
+            if str(action) == text:
+                return action
+        raise ScheduleError(f"{text!r} is no action", fix="write it like 2F0, 3SEND_F1 or 2REDUCE")
+
+    def other_end(self) -> Action:
+        """The receive that a send feeds, or the send that a receive waits for."""
+        step, op = _ENDS[self.op]
+        return Action(self.stage + step, op, self.micro_batch)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One list of actions per position, and the position of every stage."""
+
+    actions: tuple[tuple[Action, ...], ...]
+    position_of: tuple[int, ...]
+
+    def text(self) -> str:
+        """One line per position, its actions joined by commas."""
+        return "\n".join(",".join(map(str, lane)) for lane in self.actions)
+
+    @classmethod
+    def parse(cls, text: str, position_of: Sequence[int]) -> Schedule:
+        """Read the text form; positions without a line have nothing to do."""
+        lines, count = text.splitlines(), _num_positions(position_of)
+        if len(lines) > count:
+            raise ScheduleError(f"{len(lines)} lines of actions for {count} positions")
+        lines += [""] * (count - len(lines))
+        lanes = (tuple(Action.parse(word) for word in line.split(",") if word) for line in lines)
+        return cls(tuple(lanes), tuple(position_of))
+
+
+def _num_positions(position_of: Sequence[int]) -> int:
+    count = max(position_of, default=-1) + 1
+    if not count or set(position_of) != set(range(count)):
+        raise ScheduleError(
+            f"the stages are on positions {list(position_of)}",
+            fix="number the positions 0, 1, ... and give each at least one stage",
+        )
+    return count
+
+
+# --- the rules: when may an action start? ---------------------------------------------------------
+
+
+class _Progress:
+    """How far every stage has come. A stage takes the micro-batches in order, so counters do."""
+
+    def __init__(self, position_of: Sequence[int], num_micro_batches: int, ops: tuple[Op, ...]):
+        self.num_micro_batches, self.ops = num_micro_batches, ops
+        self.position_of, self.last = position_of, len(position_of) - 1
+        self.stages: list[list[int]] = [[] for _ in range(_num_positions(position_of))]
+        for stage, position in enumerate(position_of):
+            self.stages[position].append(stage)
+        self.hops = _hops_to_end(position_of)
+        self.slack = 0  # added to every limit; grows only where a rule would stop the pipeline
+        self.started: Counter[tuple[int, Op]] = Counter()
+        self.finished: Counter[tuple[int, Op]] = Counter()
+
+    def upcoming(self, position: int) -> Iterator[Action]:
+        """The next micro-batch of every stage and op here, whether it can run yet or not."""
+        for stage in self.stages[position]:
+            for op in self.ops:
+                if (done := self.started[stage, op]) < self.num_micro_batches:
+                    yield Action(stage, op, done)
+
+    def ready(self, action: Action) -> bool:
+        """Whether everything this action reads has been made."""
+        stage, op, micro_batch = action
+        needs = [(stage, Op.I)] if op is Op.W else []
+        if op is Op.F and stage > 0:
+            needs = [(stage - 1, Op.F)]
+        if op in (Op.B, Op.I):
+            needs = [(stage, Op.F), (stage + 1, op)] if stage < self.last else [(stage, Op.F)]
+        return all(self.finished[need] > micro_batch for need in needs)
+
+    def in_flight(self, stage: int, until: Op) -> int:
+        return self.started[stage, Op.F] - self.finished[stage, until]
+
+
+def _hops_to_end(position_of: Sequence[int]) -> list[int]:
+    """Per stage: how many positions a micro-batch still visits, its own included."""
+    hops = [1]
+    for here, after in reversed(list(zip(position_of, position_of[1:], strict=False))):
+        hops.insert(0, hops[0] + (here != after))
+    return hops
+
+
+def _gpipe(progress: _Progress, action: Action) -> bool:
+    """All forwards of a position, then all backwards."""
+    here = progress.upcoming(progress.position_of[action.stage])
+    return action.op is Op.F or all(other.op is not Op.F for other in here)
+
+
+def _1f1b(progress: _Progress, action: Action) -> bool:
+    """A stage keeps no more micro-batches than there are stages left to keep busy."""
+    stage, op, _ = action
+    limit = progress.hops[stage] + progress.slack
+    return op is not Op.F or progress.in_flight(stage, progress.ops[1]) < limit
+
+
+def _zero_bubble(progress: _Progress, action: Action) -> bool:
+    """ZB-H1: 1F1B whose W wait for a bubble, while memory stays at the peak of 1F1B (stage 0's)."""
+    outstanding = progress.in_flight(action.stage, Op.W)
+    return _1f1b(progress, action) and (action.op is not Op.F or outstanding < progress.hops[0])
+
+
+def _interleaved(progress: _Progress, action: Action) -> bool:
+    """Megatron: groups of p micro-batches through every stage here, warm-up limited."""
+    if action.op is not Op.F:
+        return True
+    position, count = progress.position_of[action.stage], len(progress.stages)
+    mine = progress.stages[position]
+    warm_up = 2 * (count - position - 1) + (len(mine) - 1) * count
+    in_flight = sum(progress.in_flight(stage, progress.ops[1]) for stage in mine)
+    forwards = (other for other in progress.upcoming(position) if other.op is Op.F)
+    # Overtaking would fill the limit with forwards whose backward needs the one overtaken.
+    first = min(forwards, key=lambda other: _preference(other, count))
+    return action == first and in_flight <= warm_up + progress.slack
+
+
+def _preference(action: Action, group: int) -> tuple[int, int, int, int]:
+    """What a position does first of all that may start: the smallest.
+
+    Forwards feed the stages after this one, so a rule limits them and they go first; W feeds
+    nobody. Then by group of micro-batches, and along the pipeline.
+    """
+    stage, op, micro_batch = action
+    kind = {Op.F: 0, Op.W: 2}.get(op, 1)
+    return kind, micro_batch // group, stage if op is Op.F else -stage, micro_batch
+
+
+_Rule = Callable[[_Progress, Action], bool]
+_RULES: dict[str, _Rule] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+}
+NAMES = tuple(_RULES)
+
+
+# --- build ----------------------------------------------------------------------------------------
+
+
+def build(
+    name: str, position_of: Sequence[int], num_micro_batches: int, backward: bool = True
+) -> Schedule:
+    """The schedule of that name; without `backward` only forwards, as for evaluation."""
+    if name not in _RULES:
+        raise ScheduleError(f"no schedule is called {name!r}", fix=f"use one of {', '.join(NAMES)}")
+    if num_micro_batches < 0:
+        raise ScheduleError(f"{num_micro_batches} micro-batches")
+    split = (Op.I, Op.W) if name == "zero_bubble" else (Op.B,)
+    # Without backward nothing is kept, so nothing limits the forwards.
+    rule, ops = (_RULES[name], (Op.F, *split)) if backward else (_gpipe, (Op.F,))
+    progress = _Progress(position_of, num_micro_batches, ops)
+    compute = _play(progress, rule, len(progress.stages) if name == "interleaved" else 1)
+    lanes = _insert_transfers(compute, position_of)
+    for lane, stages in zip(lanes, progress.stages, strict=True):
+        lane += [Action(stage, Op.REDUCE) for stage in reversed(stages) if backward]
+    return Schedule(tuple(map(tuple, lanes)), tuple(position_of))
+
+
+def _play(progress: _Progress, rule: _Rule, group: int) -> list[list[Action]]:
+    """Run the pipeline on a clock and write down what every position did."""
+    lanes: list[list[Action]] = [[] for _ in progress.stages]
+    running: list[tuple[int, int, Action]] = []  # a heap of (end, position, action)
+    clock = 0
+    while True:
+        for position in set(range(len(lanes))) - {position for _, position, _ in running}:
+            if action := _pick(progress, rule, group, position):
+                progress.started[action.stage, action.op] += 1
+                lanes[position].append(action)
+                heapq.heappush(running, (clock + _UNIT_TIME[action.op], position, action))
+        if not running:
+            if not any(any(progress.upcoming(position)) for position in range(len(lanes))):
+                return lanes
+            progress.slack += 1
+            continue
+        clock = running[0][0]
+        while running and running[0][0] == clock:
+            action = heapq.heappop(running)[2]
+            progress.finished[action.stage, action.op] += 1
+
+
+def _pick(progress: _Progress, rule: _Rule, group: int, position: int) -> Action | None:
+    candidates = (
+        action
+        for action in progress.upcoming(position)
+        if progress.ready(action) and rule(progress, action)
+    )
+    return min(candidates, key=lambda action: _preference(action, group), default=None)
+
+
+def _insert_transfers(
+    compute: list[list[Action]], position_of: Sequence[int]
+) -> list[list[Action]]:
+    """Each send right after what it sends, each receive right before what needs it, or sooner."""
+    due = _receives_due(compute, position_of)
+    lanes: list[list[Action]] = []
+    for position, lane in enumerate(compute):
+        lanes.append([])
+        for index, action in enumerate(lane):
+            lanes[-1] += due[position, index]
+            lanes[-1] += [action, *_transfer(action, _SENDS, position_of)]
+    return lanes
+
+
+def _receives_due(
+    compute: list[list[Action]], position_of: Sequence[int]
+) -> dict[tuple[int, int], list[Action]]:
+    """(position, index of a compute action) -> what is received just before it.
+
+    Receives follow the order of the sends: one that is needed late but was sent early moves before
+    those sent after it. It never waits there, as they could not have come without it.
+    """
+    needed: dict[Action, int] = {}
+    channels: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for position, lane in enumerate(compute):
+        for index, action in enumerate(lane):
+            needed |= dict.fromkeys(_transfer(action, _RECEIVES, position_of), index)
+            for send in _transfer(action, _SENDS, position_of):
+                receive = send.other_end()
+                channels[position, position_of[receive.stage]].append(receive)
+    due: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for (_, position), receives in channels.items():
+        index = needed[receives[-1]]
+        for receive in reversed(receives):
+            index = min(index, needed[receive])
+            due[position, index].insert(0, receive)
+    return due
+
+
+def _transfer(action: Action, ops: dict[Op, Op], position_of: Sequence[int]) -> list[Action]:
+    """The send or receive beside a compute action: none at the ends or within a position."""
+    if action.op not in ops:
+        return []
+    transfer = action._replace(op=ops[action.op])
+    peer = transfer.other_end().stage
+    inside = 0 <= peer < len(position_of)
+    return [transfer] if inside and position_of[peer] != position_of[action.stage] else []
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def check(schedule: Schedule, num_micro_batches: int) -> None:
+    """Raise a ScheduleError unless every position can run its list to the end, and rightly."""
+    if len(schedule.actions) != _num_positions(schedule.position_of):
+        raise ScheduleError(f"{len(schedule.actions)} lists of actions for other positions")
+    _check_complete(schedule, num_micro_batches)
+    _check_progress(schedule)
+    _check_channels(schedule)
+
+
+def _check_complete(schedule: Schedule, num_micro_batches: int) -> None:
+    expected = _expected(schedule, num_micro_batches)
+    for position, lane in enumerate(schedule.actions):
+        found, where = Counter(lane), f"position {position}"
+        for action in found:
+            if expected.get(action) != position:
+                raise ScheduleError(f"{action} does not belong here", where=where)
+            if found[action] > 1:
+                raise ScheduleError(f"{action} is there {found[action]} times", where=where)
+        for action, home in expected.items():
+            if home == position and action not in found:
+                raise ScheduleError(f"{action} is missing", where=where)
+
+
+def _expected(schedule: Schedule, num_micro_batches: int) -> dict[Action, int]:
+    """Every action of a complete schedule -> its position.
+
+    The lists say themselves whether they train, and which backwards they split in two.
+    """
+    found = {action for lane in schedule.actions for action in lane}
+    trains = any(action.op in (Op.B, Op.I, Op.W, Op.REDUCE) for action in found)
+    expected: dict[Action, int] = {}
+    for stage, position in enumerate(schedule.position_of):
+        for micro_batch in range(num_micro_batches):
+            halves = [Action(stage, op, micro_batch) for op in (Op.I, Op.W)]
+            whole = [Action(stage, Op.B, micro_batch)]
+            backward = halves if found & set(halves) else whole
+            for action in (Action(stage, Op.F, micro_batch), *(backward if trains else [])):
+                beside = [
+                    _transfer(action, ops, schedule.position_of) for ops in (_RECEIVES, _SENDS)
+                ]
+                expected |= dict.fromkeys([action, *sum(beside, [])], position)
+        expected |= {Action(stage, Op.REDUCE): position} if trains else {}
+    return expected
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Run the lists: a receive waits for its send, anything else must find what it needs."""
+    done: set[Action] = set()
+    next_index = [0] * len(schedule.actions)
+    moved = True
+    while moved:
+        moved = False
+        for position, lane in enumerate(schedule.actions):
+            while next_index[position] < len(lane):
+                action = lane[next_index[position]]
+                if missing := _needs(action, schedule) - done:
+                    if action.op in (Op.RECV_F, Op.RECV_B):
+                        break
+                    what = f"{action} comes before {min(missing)}, which it needs"
+                    raise ScheduleError(what, where=f"position {position}")
+                done |= _effects(action)
+                next_index[position] += 1
+                moved = True
+    if any(index < len(lane) for index, lane in zip(next_index, schedule.actions, strict=True)):
+        raise ScheduleError(f"deadlock: no position can go on\n{_grid(schedule, next_index)}")
+
+
+def _effects(action: Action) -> set[Action]:
+    """A whole backward counts as both its halves, so that needs speak of halves only."""
+    halves = (Op.I, Op.W) if action.op is Op.B else (action.op,)
+    return {action._replace(op=op) for op in halves}
+
+
+def _needs(action: Action, schedule: Schedule) -> set[Action]:
+    """What must have been done first; only a receive needs something of another position."""
+    stage, op, micro_batch = action
+    if op in (Op.RECV_F, Op.RECV_B):
+        return {action.other_end()}
+    if op is Op.REDUCE:
+        lane = schedule.actions[schedule.position_of[stage]]
+        ends = (a for a in lane if a.stage == stage and a.op in (Op.B, Op.W))
+        return {a._replace(op=Op.W) for a in ends}
+    if op in (Op.SEND_F, Op.SEND_B, Op.W):
+        return {Action(stage, Op.F if op is Op.SEND_F else Op.I, micro_batch)}
+    before = {Action(stage, Op.F, micro_batch)} if op is not Op.F else set()
+    return before | _input_of(action, schedule.position_of)
+
+
+def _input_of(action: Action, position_of: Sequence[int]) -> set[Action]:
+    """What brings a compute action its input: a receive, a neighbour here, or nothing."""
+    if received := _transfer(action, _RECEIVES, position_of):
+        return set(received)
+    op, step = (Op.F, -1) if action.op is Op.F else (Op.I, +1)
+    neighbour = Action(action.stage + step, op, action.micro_batch)
+    return {neighbour} if 0 <= neighbour.stage < len(position_of) else set()
+
+
+def _grid(schedule: Schedule, next_index: list[int]) -> str:
+    """One line per position: what it would do next, and what it waits for."""
+    lines = []
+    for position, (index, lane) in enumerate(zip(next_index, schedule.actions, strict=True)):
+        line = f"  position {position}: " + (", ".join(map(str, lane[index : index + 4])) or "done")
+        if index < len(lane):
+            line += f"  <-- stuck, waits for {lane[index].other_end()}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """NCCL pairs the sends and receives between two positions by their order alone."""
+    sends = _channels(schedule, (Op.SEND_F, Op.SEND_B))
+    receives = _channels(schedule, (Op.RECV_F, Op.RECV_B))
+    for (source, target), sent in sends.items():
+        for send, receive in zip(sent, receives[target, source], strict=True):
+            if send.other_end() != receive:
+                what = f"{send} is sent where {receive} is received"
+                raise ScheduleError(what, where=f"position {source} to position {target}")
+
+
+def _channels(schedule: Schedule, ops: tuple[Op, ...]) -> dict[tuple[int, int], list[Action]]:
+    """(position, the other one) -> its transfers of those kinds, in order."""
+    channels: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for position, lane in enumerate(schedule.actions):
+        for action in (action for action in lane if action.op in ops):
+            channels[position, schedule.position_of[action.other_end().stage]].append(action)
+    return channels
+
+
+def num_in_flight(schedule: Schedule, position: int) -> int:
+    """Peak number of forwards here whose backward (its W, when split) is still to come."""
+    peak = now = 0
+    for action in schedule.actions[position]:
+        now += (action.op is Op.F) - (action.op in (Op.B, Op.W))
+        peak = max(peak, now)
+    return peak

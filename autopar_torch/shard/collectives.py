@@ -1,0 +1,282 @@
+"""The conversions of a lowered block: every move between layouts, and back for the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .layout import PARTIAL, WHOLE, Layout, Split, layout_text
+from .price import Move
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A group of ranks along one axis, and this rank's place in it."""
+
+    group: Any
+    parts: int
+    index: int
+    ranks: tuple[int, ...]
+
+
+def part(x: Tensor, split: Split, parts: int, index: int) -> Tensor:
+    """The piece of a whole value that one rank has."""
+    if split.outer == 1:
+        return x.chunk(parts, split.dim)[index].contiguous()
+    pieces = x.unflatten(split.dim, (split.outer, -1)).chunk(parts, split.dim + 1)
+    return pieces[index].flatten(split.dim, split.dim + 1).contiguous()
+
+
+def join(pieces: Sequence[Tensor], split: Split) -> Tensor:
+    """The whole value from all pieces."""
+    if split.outer == 1:
+        return torch.cat(list(pieces), split.dim)
+    opened = [p.unflatten(split.dim, (split.outer, -1)) for p in pieces]
+    return torch.cat(opened, split.dim + 1).flatten(split.dim, split.dim + 1)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    y = x.contiguous().clone()
+    dist.all_reduce(y, group=axis.group)
+    return y
+
+
+def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
+    """The pieces of all ranks. Gloo's own all-gather is slower than sending to each."""
+    x = x.contiguous()
+    if dist.get_backend(axis.group) != "gloo":
+        out = x.new_empty((axis.parts, *x.shape))
+        dist.all_gather_into_tensor(out, x, group=axis.group)
+        return list(out.unbind(0))
+    return exchange([x] * axis.parts, axis)
+
+
+def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Piece j goes to rank j; what comes back is from rank j at place j. All of one shape."""
+    if dist.get_backend(axis.group) != "gloo":
+        sent = torch.stack(list(pieces))
+        out = torch.empty_like(sent)
+        dist.all_to_all_single(out, sent, group=axis.group)
+        return list(out.unbind(0))
+    got = [p if j == axis.index else torch.empty_like(p, memory_format=torch.contiguous_format)
+           for j, p in enumerate(pieces)]  # fmt: skip
+    others = [j for j in range(axis.parts) if j != axis.index]
+    works = [dist.irecv(got[j], axis.ranks[j], group=axis.group) for j in others]
+    works += [dist.isend(pieces[j].contiguous(), axis.ranks[j], group=axis.group) for j in others]
+    for work in works:
+        cast(Any, work).wait()
+    return got
+
+
+def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    pieces = [part(x, split, axis.parts, j) for j in range(axis.parts)]
+    if dist.get_backend(axis.group) != "gloo":
+        out = torch.empty_like(pieces[0])
+        dist.reduce_scatter_tensor(out, torch.stack(pieces), group=axis.group)
+        return out
+    got = exchange(pieces, axis)
+    total = got[0] + got[1] if len(got) > 1 else got[0]
+    for piece in got[2:]:
+        total += piece
+    return total
+
+
+def all_to_all(x: Tensor, source: Split, target: Split, axis: Axis) -> Tensor:
+    pieces = [part(x, target, axis.parts, j) for j in range(axis.parts)]
+    return join(exchange(pieces, axis), source)
+
+
+def move(x: Tensor, step: Move, axis: Axis) -> Tensor:
+    """One conversion on one axis."""
+    source, target = step.source, step.target
+    if isinstance(target, Split):
+        if isinstance(source, Split):
+            return all_to_all(x, source, target, axis)
+        if source == PARTIAL:
+            return reduce_scatter(x, target, axis)
+        return part(x, target, axis.parts, axis.index)
+    if isinstance(source, Split):
+        return join(gather_pieces(x, axis), source)
+    return all_reduce(x, axis) if source == PARTIAL else x / axis.parts
+
+
+def run_moves(x: Tensor, steps: Sequence[Move], axes: Sequence[Axis]) -> Tensor:
+    for step in steps:
+        x = move(x, step, axes[step.axis])
+    return x
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, convert: Convert) -> Tensor:
+        ctx.convert = convert
+        return run_moves(x, convert.ahead, convert.axes) if convert.ahead else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return run_moves(grads[0], ctx.convert.back, ctx.convert.axes), None
+
+
+class Convert(nn.Module):
+    """Moves of a value forward, and of its gradient backward."""
+
+    def __init__(self, ahead: list[Move], back: list[Move], axes: Sequence[Axis]) -> None:
+        super().__init__()
+        self.ahead, self.back, self.axes = ahead, back, tuple(axes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return cast(Tensor, _Convert.apply(x, self))
+        return run_moves(x, self.ahead, self.axes)
+
+    def extra_repr(self) -> str:
+        return f"forward {_text(self.ahead)}, backward {_text(self.back)}"
+
+
+def _text(steps: list[Move]) -> str:
+    shown = [f"{layout_text(s.source)}->{layout_text(s.target)}@{s.axis}" for s in steps]
+    return ", ".join(shown) or "nothing"
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """The rows of a vocabulary that this rank has."""
+
+    axes: tuple[Axis, ...]
+
+    def start(self, size: int) -> int:
+        index = 0
+        for axis in self.axes:
+            index = index * axis.parts + axis.index
+        return index * size
+
+    def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        for axis in self.axes:
+            dist.all_reduce(x, op, group=axis.group)
+        return x
+
+
+class VocabEmbedding(nn.Module):
+    """Embedding of the ids this rank has rows for; zeros for the others: partial sums."""
+
+    def __init__(self, owner: VocabPart, padding_idx: int) -> None:
+        super().__init__()
+        self.owner, self.padding_idx = owner, padding_idx
+
+    def forward(self, weight: Tensor, ids: Tensor) -> Tensor:
+        local = ids - self.owner.start(weight.shape[0])
+        foreign = (local < 0) | (local >= weight.shape[0])
+        if self.padding_idx >= 0:
+            pad = ids == self.padding_idx
+            rows = torch.where(foreign, 0, local)
+            found = nn.functional.embedding(rows, weight)
+            found = torch.where(pad[..., None], found.detach(), found)
+        else:
+            found = nn.functional.embedding(torch.where(foreign, 0, local), weight)
+        return found.masked_fill(foreign[..., None], 0.0)
+
+
+class VocabCrossEntropy(nn.Module):
+    """Cross-entropy of logits whose classes are spread over ranks; three small reductions."""
+
+    def __init__(self, owner: VocabPart, ignore_index: int) -> None:
+        super().__init__()
+        self.owner, self.ignore_index = owner, ignore_index
+
+    def forward(self, logits: Tensor, target: Tensor, denominator: Tensor | None) -> Tensor:
+        total = cast(Tensor, _VocabLoss.apply(logits, target, self.owner, self.ignore_index))
+        return total if denominator is None else total / denominator
+
+
+class _VocabLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, owner: VocabPart, ignore: int) -> Tensor:
+        real = target != ignore
+        local = target - owner.start(logits.shape[1])
+        mine = real & (local >= 0) & (local < logits.shape[1])
+        column = torch.where(mine, local, 0)[:, None]
+        top = owner.reduce(logits.detach().amax(1), dist.ReduceOp.MAX)
+        shifted = logits - top[:, None]
+        hit = owner.reduce(shifted.gather(1, column)[:, 0].masked_fill(~mine, 0.0))
+        shifted.exp_()
+        norm = owner.reduce(shifted.sum(1))
+        ctx.save_for_backward(shifted.div_(norm[:, None]), column, mine, real)
+        return ((norm.log() - hit) * real).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        soft, column, mine, real = ctx.saved_tensors
+        out = soft.clone()
+        out.scatter_add_(1, column, -mine.to(soft.dtype)[:, None])
+        return out.mul_((real * grads[0])[:, None]), None, None, None
+
+
+class _SyncNorm(torch.autograd.Function):
+    """Batch normalisation whose statistics are those of all replicas together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
+                axis: Axis) -> tuple[Tensor, ...]:  # fmt: skip
+        dims = [d for d in range(x.dim()) if d != 1]
+        count = x.new_tensor([x.numel() / x.shape[1]])
+        sums = torch.cat([x.sum(dims), count])
+        dist.all_reduce(sums, group=axis.group)
+        total = sums[-1]
+        mean = sums[:-1] / total
+        centred = x - _channel(mean, x)
+        squares = centred.square().sum(dims)
+        dist.all_reduce(squares, group=axis.group)
+        var = squares / total
+        scale = (var + eps).rsqrt()
+        normal = centred.mul_(_channel(scale, x))
+        ctx.save_for_backward(normal, weight, scale, total)
+        ctx.axis, ctx.dims = axis, dims
+        return normal * _channel(weight, x) + _channel(bias, x), mean, var, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        normal, weight, scale, total = ctx.saved_tensors
+        dy, dims = grads[0], ctx.dims
+        own = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
+        both = own.clone()
+        dist.all_reduce(both, group=ctx.axis.group)
+        inner = dy - _channel(both[0] / total, dy) - normal * _channel(both[1] / total, dy)
+        return inner * _channel(weight * scale, dy), own[1], own[0], None, None
+
+
+def _channel(v: Tensor, like: Tensor) -> Tensor:
+    return v.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class SyncBatchNorm(nn.Module):
+    """Training-mode batch_norm over all replicas; running statistics as torch keeps them."""
+
+    def __init__(self, axis: Axis, momentum: float, eps: float) -> None:
+        super().__init__()
+        self.axis, self.momentum, self.eps = axis, momentum, eps
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+                running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:  # fmt: skip
+        weight = x.new_ones(x.shape[1]) if weight is None else weight
+        bias = x.new_zeros(x.shape[1]) if bias is None else bias
+        y, mean, var, total = cast(Any, _SyncNorm.apply(x, weight, bias, self.eps, self.axis))
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.detach(), self.momentum)
+                running_var.lerp_(var.detach() * total / (total - 1), self.momentum)
+        return cast(Tensor, y)
+
+
+def whole_on(layouts: Sequence[Layout]) -> bool:
+    return all(layout == WHOLE for layout in layouts)
+
+
+def parts_of(mesh: Sequence[int], layouts: Sequence[Layout]) -> int:
+    """How many pieces a value is cut in."""
+    return math.prod(p for p, x in zip(mesh, layouts, strict=True) if isinstance(x, Split))

@@ -1,0 +1,255 @@
+"""Block + sharding + place -> the program of one rank: an fx.GraphModule that reads as code.
+
+Shapes become local, conversions appear where a value's form changes, and a few ops that sum over a
+cut dim get their local meaning. Without a sharding (one device) the block only gets real sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..model import at_rows
+from ..plan import Sharding
+from .collectives import (
+    Axis,
+    Convert,
+    SyncBatchNorm,
+    VocabCrossEntropy,
+    VocabEmbedding,
+    VocabPart,
+)
+from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, local_shape
+from .ops import deferred_linear
+from .price import Move, moves
+from .rules import Op, op_name, strategies
+from .solve import Choice, Forms, combine, parse_forms
+
+aten = torch.ops.aten
+_SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1}
+
+
+class Lowering:
+    """Rewrites one block; `finish` gives the module."""
+
+    def __init__(self, graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis],
+                 replicas: Axis | None, rows: int, device: torch.device, defer: bool) -> None:  # fmt: skip
+        self.source, self.sharding, self.axes = graph, sharding, tuple(axes)
+        self.mesh = tuple(axis.parts for axis in axes)
+        self.replicas, self.rows, self.device, self.defer = replicas, rows, device, defer
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.have: dict[fx.Node, Forms] = {}  # form of what env holds
+        self.shared: dict[tuple[fx.Node, Forms], fx.Node] = {}
+        self.choices: dict[fx.Node, Choice] = {}
+        if sharding is not None:
+            for node, options in strategies(graph).items():
+                wanted = sharding.ops[node.name]
+                self.choices[node] = next(
+                    c for c in combine(node, options, self.mesh) if c.text == wanted
+                )
+
+    def finish(self) -> fx.GraphModule:
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+            elif node.op == "output":
+                self._output(node)
+            else:
+                self._op(node)
+        module = fx.GraphModule(self.root, self.graph, "Block")
+        return module
+
+    def _whole(self) -> Forms:
+        return Forms((WHOLE,) * len(self.mesh), (WHOLE,) * len(self.mesh))
+
+    def _form(self, name: str) -> Forms | None:
+        text = self.sharding.forms.get(name) if self.sharding else None
+        return parse_forms(text) if text else None
+
+    def _place(self, node: fx.Node) -> None:
+        self.env[node] = self.graph.placeholder(node.name)
+        self.have[node] = self._form(node.name) or self._whole()
+
+    def _output(self, node: fx.Node) -> None:
+        results = [self._as(value, self._form(f"y{k}") or self._whole())
+                   for k, value in enumerate(node.args[0])]  # type: ignore[arg-type]
+        self.graph.output(tuple(results))
+
+    def _as(self, node: fx.Node, want: Forms) -> fx.Node:
+        """The value in the form a reader needs, through the form its readers share."""
+        if isinstance(node.meta.get("info"), tuple) or self.sharding is None:
+            return self.env[node]
+        have, value = self.have[node], self.env[node]
+        middle = self._form(f"{node.name}.form")
+        if middle is not None:
+            value = self._converted(node, value, have, middle)
+            have = middle
+        return self._converted(node, value, have, want)
+
+    def _converted(self, node: fx.Node, value: fx.Node, have: Forms, want: Forms) -> fx.Node:
+        ahead = self._real(moves(have.value, want.value))
+        back = self._real(moves(want.grad, have.grad)) if node.meta["info"].grad else []
+        if not ahead and not back:
+            return value
+        key = (value, want)
+        if key not in self.shared:
+            name = "_".join(dict.fromkeys(_verb(m) for m in [*ahead, *back])) or "keep"
+            target = self._module(name, Convert(ahead, back, self.axes))
+            self.shared[key] = self.graph.call_module(target, (value,))
+        return self.shared[key]  # readers that convert alike share it: one reduction
+
+    def _real(self, steps: list[Move]) -> list[Move]:
+        return [Move(m.axis, self._layout(m.source), self._layout(m.target)) for m in steps]
+
+    def _layout(self, layout: Layout) -> Layout:
+        if isinstance(layout, Split):
+            return Split(layout.dim, at_rows(layout.outer, self.rows))
+        return layout
+
+    def _module(self, name: str, module: nn.Module) -> str:
+        number = sum(1 for other in self.root._modules if other.startswith(name))
+        self.root.add_module(f"{name}_{number}", module)
+        return f"{name}_{number}"
+
+    def _op(self, node: fx.Node) -> None:
+        choice = self.choices.get(node)
+        inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
+        if choice is None:
+            ready = {n: self.env[n] for n in node.all_input_nodes}
+            self.have[node] = self._whole()
+        else:
+            ready = {n: self._as(n, form) for n, form in zip(inputs, choice.ins, strict=True)}
+            ready |= {n: self.env[n] for n in node.all_input_nodes if n not in ready}
+            self.have[node] = choice.made
+        self.env[node] = self._special(node, choice, ready) or self._plain(node, choice, ready)
+
+    def _plain(self, node: fx.Node, choice: Choice | None, ready: dict[fx.Node, fx.Node]) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: ready[n])
+        if choice is not None:
+            self._localise(node, new, choice)
+        new.args = fx.node.map_aggregate(new.args, self._size)  # type: ignore[assignment]
+        new.kwargs = fx.node.map_aggregate(new.kwargs, self._size)  # type: ignore[assignment]
+        if choice is not None and op_name(node) == "mean":
+            return self._scaled(new, self._summed(choice))
+        return new
+
+    def _size(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return self.device
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        return at_rows(value, self.rows) if is_size else value
+
+    def _localise(self, node: fx.Node, new: fx.Node, choice: Choice) -> None:
+        """Sizes among the arguments become local ones."""
+        name, args = op_name(node), list(new.args)
+        if name in _SIZED or name == "unflatten":
+            full = node.meta["info"].shape
+            local = local_shape(full, choice.out, self.mesh)
+            if name == "unflatten":
+                first = int(args[1]) % len(Op(node).shapes[0])  # type: ignore[call-overload]
+                args[2] = local[first : first + len(args[2])]  # type: ignore[arg-type]
+            else:
+                args[_SIZED[name]] = local
+        elif name == "split":
+            cut = Op(node).dim(2, len(Op(node).out))
+            args[1] = local_shape(Op(node).out, choice.out, self.mesh)[cut]
+        elif name == "group_norm":
+            args[1] = int(args[1]) // self._cuts(choice.out, 1)  # type: ignore[call-overload]
+        new.args = tuple(args)
+
+    def _cuts(self, layouts: Layouts, dim: int) -> int:
+        """How many parts a dim is cut in."""
+        count = 1
+        for layout, parts in zip(layouts, self.mesh, strict=True):
+            count *= parts if isinstance(layout, Split) and layout.dim == dim else 1
+        return count
+
+    def _summed(self, choice: Choice) -> int:
+        """Product of the axes whose results are partial sums."""
+        count = 1
+        for layout, parts in zip(choice.out, self.mesh, strict=True):
+            count *= parts if layout == PARTIAL else 1
+        return count
+
+    def _scaled(self, value: fx.Node, by: int) -> fx.Node:
+        return value if by == 1 else self.graph.call_function(aten.mul.Tensor, (value, 1.0 / by))
+
+    def _special(self, node: fx.Node, choice: Choice | None,
+                 ready: dict[fx.Node, fx.Node]) -> fx.Node | None:  # fmt: skip
+        """Ops whose local meaning differs from running them on the pieces."""
+        name = op_name(node)
+        if name == "batch_norm" and node.args[5] and self.replicas is not None:
+            args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
+            module = SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
+            return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
+        if choice is not None and name == "embedding" and PARTIAL in choice.out:
+            owner = self._owner(choice.out, PARTIAL)
+            pad = node.args[2] if len(node.args) > 2 else -1
+            target = self._module("vocab_embedding", VocabEmbedding(owner, pad))  # type: ignore[arg-type]
+            return self.graph.call_module(target, (ready[node.args[0]], ready[node.args[1]]))  # type: ignore[index]
+        if choice is not None and name == "cross_entropy" and Split(1) in choice.ins[0].value:
+            return self._vocab_loss(node, choice, ready)
+        if choice is not None and PARTIAL in choice.out and name in _BIAS:
+            return self._with_scaled_bias(node, choice, ready)
+        if self.defer and name == "linear":
+            return self._deferred(node, ready)
+        return None
+
+    def _owner(self, layouts: Layouts, which: Layout) -> VocabPart:
+        return VocabPart(tuple(a for a, x in zip(self.axes, layouts, strict=True) if x == which))
+
+    def _vocab_loss(self, node: fx.Node, choice: Choice,
+                    ready: dict[fx.Node, fx.Node]) -> fx.Node:  # fmt: skip
+        owner = self._owner(choice.ins[0].value, Split(1))
+        target = self._module("vocab_cross_entropy", VocabCrossEntropy(owner, node.args[4]))  # type: ignore[arg-type]
+        args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args[:3])
+        return self.graph.call_module(target, args)
+
+    def _with_scaled_bias(self, node: fx.Node, choice: Choice,
+                          ready: dict[fx.Node, fx.Node]) -> fx.Node | None:  # fmt: skip
+        """Every rank adds its share of the bias, so that the sum adds it once."""
+        place = _BIAS[op_name(node)]
+        bias = node.args[place] if len(node.args) > place else None
+        if not isinstance(bias, fx.Node):
+            return None
+        shared = self._scaled(ready[bias], self._summed(choice))
+        return self._plain(node, choice, {**ready, bias: shared})
+
+    def _deferred(self, node: fx.Node, ready: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        weight = ready[node.args[1]]  # type: ignore[index]
+        if weight.op != "placeholder" or not node.args[1].meta["info"].grad:  # type: ignore[union-attr]
+            return None
+        args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args)
+        return self.graph.call_function(deferred_linear, args)
+
+
+_BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2,
+         "conv_transpose1d": 2, "conv_transpose2d": 2, "conv_transpose3d": 2}  # fmt: skip
+
+
+def _verb(step: Move) -> str:
+    source, target = step.source, step.target
+    if isinstance(target, Split):
+        if isinstance(source, Split):
+            return "all_to_all"
+        return "reduce_scatter" if source == PARTIAL else "take_part"
+    if isinstance(source, Split):
+        return "all_gather"
+    return "all_reduce" if source == PARTIAL else "share"
+
+
+def lower(graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis], *, rows: int,
+          device: torch.device, replicas: Axis | None = None,
+          defer: bool = False) -> fx.GraphModule:  # fmt: skip
+    """The program of this rank for micro-batches of `rows` rows.
+
+    `replicas` is the axis of data parallelism, for ops that look at the whole batch; `defer` makes
+    weight gradients of linears wait for their own action (zero-bubble schedules).
+    """
+    return Lowering(graph, sharding, axes, replicas, rows, device, defer).finish()
+

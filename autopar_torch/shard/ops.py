@@ -1,0 +1,84 @@
+"""Losses as sums over rows divided by a number of the whole batch: exact under any splitting."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean cross-entropy divides by: labels that count, by weight."""
+    real = target != ignore_index
+    if weight is None:
+        return real.sum().to(torch.float32)
+    return torch.where(real, weight[target.where(real, 0)], 0).sum()
+
+
+def cross_entropy(logits: Tensor, target: Tensor, denominator: Tensor | None, weight: Tensor | None,
+                  ignore_index: int, smoothing: float) -> Tensor:  # fmt: skip
+    """This part's share of the mean over the whole batch."""
+    total = F.cross_entropy(logits, target, weight, reduction="sum", ignore_index=ignore_index,
+                            label_smoothing=smoothing)  # fmt: skip
+    return total if denominator is None else total / denominator
+
+
+def mean_over_rows(values: Tensor, denominator: Tensor) -> Tensor:
+    """This part's share of the mean of all values of the whole batch."""
+    return values.sum() / denominator
+
+
+def count_values(batch: Tensor, per_row: int) -> Tensor:
+    """Number of values in the whole batch, which has so many in every row."""
+    return torch.tensor(float(batch.shape[0] * per_row), device=batch.device)
+
+
+class WeightQueue:
+    """Weight gradients put off during a backward, to be computed by a later action."""
+
+    active: WeightQueue | None = None
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __enter__(self) -> WeightQueue:
+        WeightQueue.active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        WeightQueue.active = None
+
+    def flush(self) -> list[Tensor]:
+        """Compute and accumulate what waits; returns the weights that got a gradient."""
+        done = []
+        for weight, x, dy in self.waiting:
+            grad = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            done.append(weight)
+        self.waiting.clear()
+        return done
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (x,), (dy,) = ctx.saved_tensors, grads
+        dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
+        db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+        if WeightQueue.active is None:
+            return dx, dy.flatten(0, -2).t() @ x.flatten(0, -2), db
+        WeightQueue.active.waiting.append((ctx.weight, x, dy))
+        return dx, None, db
+
+
+def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` whose weight gradient may wait, while a WeightQueue is active."""
+    return cast(Tensor, _DeferredLinear.apply(x, weight, bias))

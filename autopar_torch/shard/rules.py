@@ -1,0 +1,473 @@
+"""How an op may be split, as a table of factors: a dim of every input, and of the output or none.
+
+An op without a rule is replicated: always right, only slower, and reported. `strategies` turns the
+factors into what the solver chooses from; `outer` parts (see layout.py) are found by following
+merged and fused dims through the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ..model import ROWS, TensorInfo
+from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
+
+Shape = tuple[int, ...]
+
+
+class Factor(NamedTuple):
+    """Input position -> dim, and the output's dim; None: it is summed over."""
+
+    ins: dict[int, int]
+    out: int | None
+
+
+class Op:
+    """What rules look at: shapes of the tensor inputs and of the (first) output."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.name = node, op_name(node)
+        self.inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
+        self.shapes = [_shape(n.meta["info"]) for n in self.inputs]
+        self.out = _shape(node.meta.get("info"))
+        self.args, self.kwargs = node.args, node.kwargs
+
+    def at(self, index: int, name: str = "") -> int | None:
+        """Input position of an argument, None if absent or no tensor."""
+        value = self.arg(index, name)
+        return self.inputs.index(value) if isinstance(value, fx.Node) else None
+
+    def arg(self, index: int, name: str = "", default: Any = None) -> Any:
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
+    def dim(self, index: int, rank: int, name: str = "dim", default: int = 0) -> int:
+        return int(self.arg(index, name, default)) % rank
+
+
+def _shape(info: Any) -> Shape:
+    first = info[0] if isinstance(info, tuple) else info
+    return first.shape if isinstance(first, TensorInfo) else ()
+
+
+def op_name(node: fx.Node) -> str:
+    """`linear`, `layer_norm`, ...: the op without namespace and overload."""
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _same_dims(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
+    """Every output dim is the same dim of each input, broadcast from the right."""
+    factors = []
+    for d in range(len(op.out)):
+        if d in skip or op.out[d] == 1:
+            continue
+        ins = {}
+        for k, shape in enumerate(op.shapes):
+            own = d - (len(op.out) - len(shape))
+            if own >= 0 and shape[own] == op.out[d]:
+                ins[k] = own
+        factors.append(Factor(ins, d))
+    return factors
+
+
+def _first_input(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
+    """Output dims are the dims of the first input; other inputs stay whole."""
+    return [Factor({0: d}, d) for d in range(len(op.out)) if d not in skip]
+
+
+def _but_dim(index: int, default: int) -> Callable[[Op], list[Factor]]:
+    return lambda op: _same_dims(op, {op.dim(index, len(op.out), default=default)})
+
+
+def _linear(op: Op) -> list[Factor]:
+    x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
+    rank = len(op.out)
+    factors = [Factor({x: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
+    columns = {w: 0} if bias is None else {w: 0, bias: 0}
+    rows = Factor({x: rank - 1, w: 1}, None)  # type: ignore[dict-item]
+    return [*factors, Factor(columns, rank - 1), rows]  # type: ignore[arg-type]
+
+
+def _matmul(op: Op, first: int = 0, bias: int | None = None) -> list[Factor]:
+    """(..., M, K) @ (..., K, N), with equal leading dims; `bias` is added to the result."""
+    a, b, extra = op.at(first), op.at(first + 1), None if bias is None else op.at(bias)
+    rank, ra, rb = len(op.out), len(op.shapes[a or 0]), len(op.shapes[b or 0])  # fmt: skip
+
+    def add(ins: dict[Any, int], d: int) -> Factor:
+        if extra is not None:
+            own = d - (rank - len(op.shapes[extra]))
+            if own >= 0 and op.shapes[extra][own] == op.out[d]:
+                ins = {**ins, extra: own}
+        return Factor(ins, d)
+
+    factors = []
+    for d in range(rank - 2):
+        ins: dict[Any, int] = {}
+        for k, r in ((a, ra), (b, rb)):
+            own = d - (rank - r)
+            if own >= 0 and op.shapes[k or 0][own] == op.out[d]:
+                ins[k] = own
+        factors.append(add(ins, d))
+    factors += [add({a: ra - 2}, rank - 2), add({b: rb - 1}, rank - 1)]
+    return [*factors, Factor({a: ra - 1, b: rb - 2}, None)]  # type: ignore[dict-item]
+
+
+def _conv(op: Op, transposed: bool = False) -> list[Factor]:
+    x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
+    groups = op.arg(6, "groups", 1)
+    batch = Factor({x: 0}, 0)  # type: ignore[dict-item]
+    if groups != 1:
+        return [batch]
+    cout, cin = (1, 0) if transposed else (0, 1)
+    ins = {x: None, w: cout} if bias is None else {w: cout, bias: 0}
+    ins = {k: v for k, v in ins.items() if v is not None}
+    return [batch, Factor(ins, 1), Factor({x: 1, w: cin}, None)]  # type: ignore[arg-type, dict-item]
+
+
+def _layer_norm(op: Op) -> list[Factor]:
+    return [Factor({0: d}, d) for d in range(len(op.out) - len(op.args[1]))]  # type: ignore[arg-type]
+
+
+def _group_norm(op: Op) -> list[Factor]:
+    affine = {k: 0 for k in range(1, len(op.inputs))}
+    return [Factor({0: 0}, 0), Factor({0: 1, **affine}, 1)]
+
+
+def _batch_norm(op: Op) -> list[Factor]:
+    affine = {k: 0 for k in range(1, len(op.inputs))}
+    channels = Factor({0: 1, **affine}, 1)
+    return [channels] if op.args[5] else [Factor({0: 0}, 0), channels]
+
+
+def _embedding(op: Op) -> list[Factor]:
+    w, ids, rank = op.at(0), op.at(1), len(op.out)
+    by_id = [Factor({ids: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
+    return [*by_id, Factor({w: 1}, rank - 1), Factor({w: 0}, None)]  # type: ignore[dict-item]
+
+
+def _attention(op: Op) -> list[Factor]:
+    q, k, v, mask = op.at(0), op.at(1), op.at(2), op.at(3, "attn_mask")
+    causal = bool(op.arg(5, "is_causal", False))
+    rank = len(op.out)
+
+    def masked(ins: dict[Any, int], d: int) -> Factor:
+        if mask is not None:
+            own = d - (rank - len(op.shapes[mask]))
+            if own >= 0 and op.shapes[mask][own] > 1:
+                ins = {**ins, mask: own}
+        return Factor(ins, d)
+
+    factors = [masked({q: d, k: d, v: d}, d) for d in range(rank - 2)]
+    return factors if causal else [*factors, masked({q: rank - 2}, rank - 2)]
+
+
+def _reduce(op: Op) -> list[Factor]:
+    """mean and sum over dims: the rest stays, the summed dims give partial sums."""
+    rank = len(op.shapes[0])
+    dims = op.arg(1, "dim", None)
+    summed = set(range(rank)) if not dims else {d % rank for d in dims}
+    keep, out = bool(op.arg(2, "keepdim", False)), 0
+    factors = []
+    for d in range(rank):
+        if d in summed:
+            factors.append(Factor({0: d}, None))
+            out += keep
+        else:
+            factors.append(Factor({0: d}, out))
+            out += 1
+    return factors
+
+
+def _transpose(op: Op) -> list[Factor]:
+    rank = len(op.out)
+    order = list(range(rank))
+    if op.name == "permute":
+        order = [d % rank for d in op.args[1]]  # type: ignore[union-attr]
+    else:
+        a, b = (0, 1) if op.name == "t" else (op.args[1] % rank, op.args[2] % rank)  # type: ignore[operator]
+        order[a], order[b] = b, a  # type: ignore[index]
+    return [Factor({0: source}, d) for d, source in enumerate(order)]
+
+
+def _expand(op: Op) -> list[Factor]:
+    shift = len(op.out) - len(op.shapes[0])
+    return [
+        Factor({0: d - shift} if d >= shift and op.shapes[0][d - shift] == op.out[d] else {}, d)
+        for d in range(len(op.out))
+    ]
+
+
+def _slice(op: Op) -> list[Factor]:
+    cut = op.dim(1, len(op.out))
+    whole = op.shapes[0][cut] == op.out[cut]
+    return _first_input(op, () if whole else {cut})
+
+
+def _select(op: Op) -> list[Factor]:
+    rank = len(op.shapes[0])
+    gone = op.dim(1, rank)
+    return [Factor({0: d}, d - (d > gone)) for d in range(rank) if d != gone]
+
+
+def _pad(op: Op) -> list[Factor]:
+    same = {d for d in range(len(op.out)) if op.shapes[0][d] == op.out[d]}
+    return _first_input(op, set(range(len(op.out))) - same)
+
+
+def _index(op: Op) -> list[Factor]:
+    """self[i, j, ...]: the indices' dims come first, then what is left of self."""
+    places = [i for i, value in enumerate(op.args[1]) if value is not None]  # type: ignore[arg-type]
+    if places != list(range(len(places))):
+        return []
+    own = op.at(0)
+    index = {op.inputs.index(op.args[1][i]): len(op.args[1][i].meta["info"].shape) for i in places}  # type: ignore[index, union-attr]
+    rank = max(index.values())
+    factors = [
+        Factor({k: d - (rank - r) for k, r in index.items()
+                if d >= rank - r and op.shapes[k][d - (rank - r)] == op.out[d]}, d)
+        for d in range(rank)
+    ]  # fmt: skip
+    rest = len(op.shapes[own or 0]) - len(places)
+    return factors + [Factor({own: len(places) + d}, rank + d) for d in range(rest)]  # type: ignore[dict-item]
+
+
+def _gather(op: Op) -> list[Factor]:
+    cut = op.dim(1, len(op.out))
+    return [Factor({0: d, 1: d}, d) for d in range(len(op.out))
+            if d != cut and op.shapes[0][d] == op.shapes[1][d]]  # fmt: skip
+
+
+def _cross_entropy(op: Op) -> list[Factor]:
+    dims = [d for d in range(len(op.shapes[0])) if d != 1]
+    by_token = [Factor({0: d, 1: max(d - 1, 0)}, None) for d in dims]
+    plain = op.args[3] is None and op.args[5] == 0.0 and len(op.shapes[0]) == 2
+    return [*by_token, Factor({0: 1}, -1)] if plain else by_token  # -1: comes out whole
+
+
+def _mean_over_rows(op: Op) -> list[Factor]:
+    return [Factor({0: d}, None) for d in range(len(op.shapes[0]))]
+
+
+_RULES: dict[str, Callable[[Op], list[Factor]]] = {
+    **dict.fromkeys(["to", "clone", "detach", "alias", "contiguous", "dropout", "getitem",
+                     "masked_fill", "where", "broadcast_tensors", "fill", "feature_dropout",
+                     "alpha_dropout", "zeros_like", "ones_like"], _same_dims),
+    **dict.fromkeys(["type_as"], _first_input),
+    **dict.fromkeys(["softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "flip", "roll"],
+                    _but_dim(1, -1)),
+    **dict.fromkeys(["topk", "sort", "argsort"], lambda op: _same_dims(
+        op, {op.dim(2 if op.name == "topk" else 1, len(op.shapes[0]), default=-1)})),
+    "cat": _but_dim(1, 0), "linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul,
+    "addmm": lambda op: _matmul(op, 1, 0), "baddbmm": lambda op: _matmul(op, 1, 0),
+    **dict.fromkeys(["conv1d", "conv2d", "conv3d"], _conv),
+    **dict.fromkeys(["conv_transpose1d", "conv_transpose2d", "conv_transpose3d"],
+                    lambda op: _conv(op, True)),
+    "layer_norm": _layer_norm, "rms_norm": _layer_norm, "group_norm": _group_norm,
+    "batch_norm": _batch_norm, "embedding": _embedding,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(["mean", "sum"], _reduce),
+    **dict.fromkeys(["transpose", "permute", "t"], _transpose), "expand": _expand,
+    "slice": _slice, "select": _select, "pad": _pad, "constant_pad_nd": _pad,
+    **dict.fromkeys(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d",
+                     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
+                     "upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest1d"],
+                    lambda op: _first_input(op, range(2, len(op.out)))),
+    "index": _index, "gather": _gather, "repeat_interleave": lambda op: _first_input(op),
+    "cross_entropy": _cross_entropy, "mean_over_rows": _mean_over_rows,
+    **dict.fromkeys(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+                     "binary_cross_entropy_with_logits", "binary_cross_entropy"], _same_dims),
+}  # fmt: skip
+_VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_unsafe_view"}
+_PARTS = {"split", "chunk"}
+
+
+def has_rule(node: fx.Node) -> bool:
+    name = op_name(node)
+    return name in _RULES or name in _VIEWS or name in _PARTS or _is_pointwise(node)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+Piece = tuple[int, int]  # a dim and its outer part
+Pieces = dict[fx.Node, set[Piece]]
+
+
+def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) -> list[
+    tuple[Piece, Piece]
+]:  # fmt: skip
+    """Pairs (piece of the old shape, piece of the new) that cut the same elements.
+
+    A piece is known by how many equal parts lie outside of it; `wanted` adds pieces of the old
+    (True) or new (False) shape to the starts of all dims.
+    """
+    outside = []
+    for shape in (old, new):
+        offset = 1
+        for size in shape:
+            outside.append(offset)
+            offset *= size
+    for is_old, (dim, outer) in wanted:
+        offset = outer
+        for size in (old if is_old else new)[:dim]:
+            offset *= size
+        outside.append(offset)
+    pairs = []
+    for offset in sorted(set(outside)):
+        a, b = _piece_at(old, offset), _piece_at(new, offset)
+        if a is not None and b is not None:
+            pairs.append((a, b))
+    return pairs
+
+
+def _piece_at(shape: Shape, outside: int) -> Piece | None:
+    before = 1
+    for dim, size in enumerate(shape):
+        if size > 1 and before <= outside < before * size:
+            outer = outside // before
+            return (dim, outer) if outside % before == 0 and size % outer == 0 else None
+        before *= size
+    return None
+
+
+def _strategies_of(op: Op, pieces: Pieces) -> list[Strategy]:
+    if op.name in _VIEWS:
+        return _view_strategies(op, pieces)
+    if op.name in _PARTS:
+        return _part_strategies(op, pieces)
+    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
+    found = [] if rule is None or not op.inputs else rule(op)
+    return [s for factor in found for s in _of_factor(op, factor, pieces)]
+
+
+def _of_factor(op: Op, factor: Factor, pieces: Pieces) -> Iterable[Strategy]:
+    """The factor itself, and once more for every outer part seen on one of its dims."""
+    outers = {1}
+    for k, dim in factor.ins.items():
+        outers |= {outer for d, outer in pieces[op.inputs[k]] if d == dim}
+    if factor.out is not None:
+        outers |= {outer for d, outer in pieces[op.node] if d == factor.out}
+    for outer in sorted(outers):
+        sizes = [op.shapes[k][dim] for k, dim in factor.ins.items()]
+        if all(size > 1 and size % outer == 0 for size in sizes):
+            out: Layout = PARTIAL if factor.out is None else Split(factor.out, outer)
+            if factor.out == -1:
+                out = WHOLE
+            yield _strategy(op, {k: Split(d, outer) for k, d in factor.ins.items()}, out)
+
+
+def _strategy(op: Op, ins: dict[int, Split], out: Layout) -> Strategy:
+    layouts = tuple(ins.get(k, WHOLE) for k in range(len(op.inputs)))
+    return Strategy(layouts, tuple(s if s != WHOLE else PARTIAL for s in layouts), out)
+
+
+def _view_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
+    wanted = [(True, p) for p in sorted(pieces[op.inputs[0]])]
+    wanted += [(False, p) for p in sorted(pieces[op.node])]
+    pairs = view_pieces(op.shapes[0], op.out, wanted)
+    return [_strategy(op, {0: Split(*a)}, Split(*b)) for a, b in pairs]
+
+
+def _part_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
+    """split and chunk in equal parts: the parts become an outer part of the dim."""
+    rank = len(op.out)
+    cut = op.dim(2, rank)
+    num = op.shapes[0][cut] // op.out[cut]
+    found = [s for f in _first_input(op, {cut}) for s in _of_factor(op, f, pieces)]
+    outers = {1} | {outer for d, outer in pieces[op.node] if d == cut}
+    equal = {info.shape for info in op.node.meta["info"]} == {op.out}
+    for outer in sorted(outers) if equal and num * op.out[cut] == op.shapes[0][cut] else []:
+        found.append(_strategy(op, {0: Split(cut, num * outer)}, Split(cut, outer)))
+    return found
+
+
+def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
+    """Every way to split every op of a graph on one axis; the first is always "not at all"."""
+    nodes = [Op(node) for node in graph.nodes if node.op == "call_function"]
+    pieces: Pieces = defaultdict(set)
+    found: dict[fx.Node, list[Strategy]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for op in [*nodes, *reversed(nodes)]:
+            found[op.node] = _strategies_of(op, pieces)
+            for strategy in found[op.node]:
+                for node, layout in (
+                    *zip(op.inputs, strategy.ins, strict=True), (op.node, strategy.out)
+                ):  # fmt: skip
+                    if isinstance(layout, Split) and layout.outer > 1:
+                        piece = (layout.dim, layout.outer)
+                        changed |= piece not in pieces[node]
+                        pieces[node].add(piece)
+    return {op.node: [_whole(op), *dict.fromkeys(found[op.node])] for op in nodes}
+
+
+def _whole(op: Op) -> Strategy:
+    return Strategy((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.inputs), WHOLE)
+
+
+def flops(node: fx.Node) -> float:
+    """Multiply-adds count two; only products matter."""
+    op = Op(node)
+    if op.name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
+        first = 1 if op.name in ("addmm", "baddbmm") else 0
+        return 2.0 * _numel(op.out) * op.shapes[op.at(first) or 0][-1]
+    if op.name == "scaled_dot_product_attention":
+        return 4.0 * _numel(op.out) * op.shapes[op.at(1) or 0][-2]
+    if op.name.startswith("conv"):
+        weight = op.shapes[op.at(1) or 0]
+        base = op.shapes[op.at(0) or 0] if "transpose" in op.name else op.out
+        return 2.0 * _numel(base) * _numel(weight[1:])
+    return 0.0
+
+
+def _numel(shape: Shape) -> float:
+    total = 1.0
+    for size in shape:
+        total *= size
+    return total
+
+
+def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.Node, Layout],
+                                                                     list[str]]:  # fmt: skip
+    """Follow the batch through a graph: the layout it gives every value, and ops that couple rows.
+
+    `carries` says what it is on the placeholders. A value that is a sum over rows is `P`; ops that
+    are linear in such sums keep it.
+    """
+    flow, coupled = dict(carries), []
+    options = strategies(graph)
+    for node, choices in options.items():
+        op = Op(node)
+        have = tuple(flow.get(n, WHOLE) for n in op.inputs)
+        match = next((s for s in choices if s.ins == have), None)
+        if all(layout == WHOLE for layout in have):
+            flow[node] = rows_dim(op.out)  # a parameter expanded to the batch starts a flow
+        elif match is not None and not (op.name == "mean" and match.out == PARTIAL):
+            flow[node] = match.out
+        elif PARTIAL in have and _is_linear(op, have):
+            flow[node] = PARTIAL
+        else:
+            flow[node] = rows_dim(op.out)
+            coupled.append(op.name)
+    return flow, coupled
+
+
+def rows_dim(shape: Shape) -> Layout:
+    return next((Split(d) for d, size in enumerate(shape) if size and size % ROWS == 0), WHOLE)
+
+
+def _is_linear(op: Op, have: tuple[Layout, ...]) -> bool:
+    if op.name in ("add", "sub"):
+        return all(layout == PARTIAL for layout in have) and len(have) == 2
+    unary = {"neg", "to", "clone", "squeeze", "unsqueeze", "view", "reshape", "alias", "getitem"}
+    return op.name in unary or (op.name in ("mul", "div") and have[0] == PARTIAL
+                                and have.count(PARTIAL) == 1)  # fmt: skip

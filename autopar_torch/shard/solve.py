@@ -1,0 +1,333 @@
+"""The cheapest sharding of a kind, and of a chain of blocks, found exactly.
+
+A kind becomes variables (the strategy of each op, the form of each value with several readers, the
+forms at its borders) and tables (seconds per op, seconds per conversion). Everything inside is
+eliminated once per kind; the chain is then the same problem over the borders of its blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import fx
+
+from ..errors import ShardingError
+from ..model import ROWS, Block, TensorInfo
+from ..plan import Sharding
+from .eliminate import Array, Solution, Table, Variable, eliminate, minimum
+from .layout import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Layouts,
+    Split,
+    Strategy,
+    grad_layout,
+    layouts_text,
+    parse_layouts,
+)
+from .price import FORBIDDEN, Prices, convert_seconds, num_bytes, op_costs, param_costs
+from .rules import strategies
+
+
+class Forms(NamedTuple):
+    """How a value lies on every axis, forward and (its summed gradient) backward."""
+
+    value: Layouts
+    grad: Layouts
+
+    @property
+    def text(self) -> str:
+        return f"{layouts_text(self.value)}|{layouts_text(self.grad)}"
+
+
+def parse_forms(text: str) -> Forms:
+    value, _, grad = text.partition("|")
+    return Forms(parse_layouts(value), parse_layouts(grad))
+
+
+class Choice(NamedTuple):
+    """One way to run an op on all axes."""
+
+    ins: tuple[Forms, ...]
+    out: Layouts
+    text: str
+    share: int  # the work is divided by this
+
+    @property
+    def made(self) -> Forms:
+        return Forms(self.out, tuple(grad_layout(layout) for layout in self.out))
+
+
+class KindTable(NamedTuple):
+    """What is left of a kind: cost over the forms of its border slots, and the way back."""
+
+    graph: fx.Graph
+    mesh: tuple[int, ...]
+    borders: dict[str, list[Forms]]
+    choices: dict[str, list[Choice]]
+    forms: dict[str, list[Forms]]
+    solution: Solution
+
+
+def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool:
+    """Whether a value can be cut so. Rows of the batch are for replicas, never for tensor axes."""
+    sizes = list(shape)
+    outers: dict[int, int] = {}
+    for layout, parts in zip(layouts, mesh, strict=True):
+        if not isinstance(layout, Split):
+            continue
+        size, outer = sizes[layout.dim], layout.outer
+        inner = size // outer if size % outer == 0 else 1
+        if inner % ROWS == 0 or inner % parts or outers.setdefault(layout.dim, outer) != outer:
+            return False
+        sizes[layout.dim] //= parts
+    return True
+
+
+def _shape(info: TensorInfo | tuple[TensorInfo, ...]) -> tuple[int, ...]:
+    return (info[0] if isinstance(info, tuple) else info).shape
+
+
+def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> list[Choice]:
+    """Strategies on one axis -> choices on the whole mesh, illegal ones left out."""
+    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
+    shapes = [_shape(n.meta["info"]) for n in inputs]
+    out_shape = _shape(node.meta["info"]) if node.meta.get("info") is not None else ()
+    found = []
+    for picked in itertools.product(per_axis, repeat=len(mesh)):
+        ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
+                    for k in range(len(inputs)))  # fmt: skip
+        out = tuple(s.out for s in picked)
+        fits = legal(out_shape, out, mesh) and all(
+            legal(shape, form.value, mesh) for shape, form in zip(shapes, ins, strict=True)
+        )
+        if fits:
+            share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
+            found.append(Choice(ins, out, ";".join(s.text for s in picked), share))
+    return found
+
+
+def border_forms(info: TensorInfo, mesh: tuple[int, ...]) -> list[Forms]:
+    """Forms a value may have between blocks: whole, or cut along a dim."""
+    options: list[Layout] = [WHOLE, *(Split(d) for d in range(len(info.shape)))]
+    return [Forms(o, tuple(grad_layout(x) for x in o))
+            for o in itertools.product(options, repeat=len(mesh))
+            if legal(info.shape, o, mesh)]  # fmt: skip
+
+
+def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
+                shared: bool) -> list[Forms]:  # fmt: skip
+    """Forms of a parameter: its readers', or any cut if blocks share it.
+
+    The gradient of a whole one may stay partial: it is reduced once per step, not per use.
+    """
+    options: list[Layout] = [WHOLE]
+    if shared:
+        options += [Split(d) for d in range(len(info.shape))]
+    else:
+        options += sorted({x for form in readers for x in form.value if isinstance(x, Split)})
+    return [Forms(o, tuple(x if isinstance(x, Split) else PARTIAL for x in o))
+            for o in itertools.product(options, repeat=len(mesh))
+            if legal(info.shape, o, mesh)]  # fmt: skip
+
+
+class _Problem:
+    """Variables and tables of one kind while they are collected."""
+
+    def __init__(self, graph: fx.Graph, mesh: tuple[int, ...], prices: Prices) -> None:
+        self.graph, self.mesh, self.prices = graph, mesh, prices
+        self.sizes: dict[Variable, int] = {}
+        self.tables: list[Table] = []
+        self.made: dict[str, list[Forms]] = {}  # value -> what its maker can make
+        self.forms: dict[str, list[Forms]] = {}  # value with several readers -> forms
+        self._memo: dict[tuple[Layouts, Layouts, float], float] = {}
+
+    def seconds(self, source: Layouts, target: Layouts, size: float) -> float:
+        key = (source, target, size)
+        if key not in self._memo:
+            self._memo[key] = convert_seconds(source, target, size, self.mesh, self.prices)
+        return self._memo[key]
+
+    def edge(self, node: fx.Node, have: list[Forms], want: list[Forms]) -> Array:
+        """Seconds to turn each form into each: the value forward, its gradient backward."""
+        info = node.meta["info"]
+        size = num_bytes(info, self.prices.rows)
+        grad = not isinstance(info, tuple) and info.grad
+        several = isinstance(info, tuple)
+        table = np.zeros((len(have), len(want)))
+        for i, a in enumerate(have):
+            for j, b in enumerate(want):
+                if several:
+                    table[i, j] = 0.0 if a.value == b.value else FORBIDDEN
+                    continue
+                table[i, j] = self.seconds(a.value, b.value, size)
+                if grad:
+                    table[i, j] += self.seconds(b.grad, a.grad, size)
+        return table
+
+    def add(self, variable: Variable, size: int, cost: Array | None = None) -> None:
+        self.sizes[variable] = size
+        if cost is not None:
+            self.tables.append(((variable,), cost))
+
+
+def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
+             shared: frozenset[str] = frozenset(),
+             pinned: dict[str, list[Forms]] | None = None,
+             options: dict[fx.Node, list[Strategy]] | None = None) -> KindTable:  # fmt: skip
+    """Solve a kind for every combination of the forms at its borders."""
+    problem = _Problem(graph, mesh, prices)
+    per_axis = options if options is not None else strategies(graph)
+    output = graph.find_nodes(op="output")[0]
+    choices = {n: combine(n, s, mesh) for n, s in per_axis.items()}
+    readers = _readers(graph, choices)
+    borders: dict[str, list[Forms]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            _add_slot(problem, node, readers.get(node, []), shared, pinned or {}, borders)
+        elif node.op == "call_function":
+            seconds, kept = op_costs(node, prices)
+            cost = np.array([(seconds + kept * prices.memory_s_per_byte) / c.share
+                             for c in choices[node]])  # fmt: skip
+            problem.add(node.name, len(choices[node]), cost)
+            problem.made[node.name] = [c.made for c in choices[node]]
+    for k, node in enumerate(output.args[0]):  # type: ignore[arg-type]
+        slot = f"y{k}"
+        borders[slot] = (pinned or {}).get(slot) or border_forms(node.meta["info"], mesh)  # type: ignore[union-attr]
+        problem.add(slot, len(borders[slot]))
+        readers.setdefault(node, []).append((slot, borders[slot]))  # type: ignore[arg-type]
+    for node, users in readers.items():
+        _connect(problem, node, users)
+    solution = eliminate(problem.sizes, problem.tables, tuple(borders))
+    by_name = {n.name: c for n, c in choices.items()}
+    return KindTable(graph, mesh, borders, by_name, {**problem.forms, **_param_forms(problem)},
+                     solution)  # fmt: skip
+
+
+def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
+    return {name: forms for name, forms in problem.made.items() if name.startswith("w_")}
+
+
+Readers = dict[fx.Node, list[tuple[str, list[Forms]]]]
+
+
+def _readers(graph: fx.Graph, choices: dict[fx.Node, list[Choice]]) -> Readers:
+    """Value -> (reading op, the form it needs under each of its choices)."""
+    readers: Readers = {}
+    for node, options in choices.items():
+        inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
+        for k, value in enumerate(inputs):
+            readers.setdefault(value, []).append((node.name, [c.ins[k] for c in options]))
+    return readers
+
+
+def _add_slot(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms]]],
+              shared: frozenset[str], pinned: dict[str, list[Forms]],
+              borders: dict[str, list[Forms]]) -> None:  # fmt: skip
+    """A placeholder: a border value, a parameter, or something every device has whole."""
+    name, info, mesh = node.name, node.meta["info"], problem.mesh
+    whole = (WHOLE,) * len(mesh)
+    if name.startswith("c"):
+        forms = [Forms(whole, whole)]
+        problem.add(name, 1)
+    elif name.startswith("w_"):
+        wanted = [form for _, options in users for form in options]
+        forms = pinned.get(name) or param_forms(info, wanted, mesh, name in shared)
+        problem.add(name, len(forms), _param_prices(problem, info, forms))
+    else:
+        forms = pinned.get(name) or border_forms(info, mesh)
+        problem.add(name, len(forms))
+    if name.startswith("x") or name in shared:
+        borders[name] = forms
+    problem.made[name] = forms
+
+
+def _param_prices(problem: _Problem, info: TensorInfo, forms: list[Forms]) -> Array:
+    seconds, kept = param_costs(info, problem.prices)
+    costs = []
+    for form in forms:
+        share = int(np.prod([p for x, p in zip(form.value, problem.mesh, strict=True)
+                             if isinstance(x, Split)]))  # fmt: skip
+        cost = (seconds + kept * problem.prices.memory_s_per_byte) / share
+        if info.grad:
+            done = tuple(WHOLE if x == PARTIAL else x for x in form.grad)
+            cost += problem.seconds(form.grad, done, info.num_bytes(problem.prices.rows))
+        costs.append(cost)
+    return np.array(costs)
+
+
+def _connect(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms]]]) -> None:
+    """One reader: a table between maker and reader. Several: they share a form between them."""
+    have = problem.made[node.name]
+    if len(users) == 1 or node.name.startswith(("c", "w_")) and node.op == "placeholder":
+        for user, want in users:
+            problem.tables.append(((node.name, user), problem.edge(node, have, want)))
+        return
+    forms = list(dict.fromkeys(form for _, want in users for form in want))
+    variable = f"{node.name}.form"
+    problem.forms[variable] = forms
+    problem.add(variable, len(forms))
+    problem.tables.append(((node.name, variable), problem.edge(node, have, forms)))
+    for user, want in users:
+        problem.tables.append(((variable, user), problem.edge(node, forms, want)))
+
+
+def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
+    """The sharding of a kind for given forms at its borders."""
+    best = table.solution.complete(dict(borders))
+    ops = {name: options[best[name]].text for name, options in table.choices.items()}
+    forms = {name: options[best[name]].text for name, options in table.forms.items()}
+    forms |= {slot: options[borders[slot]].text for slot, options in table.borders.items()}
+    index = tuple(borders[slot] for slot in table.solution.kept)
+    return Sharding(kind, table.mesh, ops, forms, float(table.solution.table[index]))
+
+
+def solve_chain(blocks: Sequence[Block], tables: dict[str, KindTable],
+                whole: frozenset[str]) -> list[Sharding]:  # fmt: skip
+    """The cheapest sharding of consecutive blocks; values in `whole` stay whole at borders."""
+    sizes: dict[Variable, int] = {}
+    chain: list[Table] = []
+    for block in blocks:
+        table = tables[block.kind]
+        names = _border_names(block)
+        variables = tuple(names[slot] for slot in table.borders)
+        for slot, forms in table.borders.items():
+            if sizes.setdefault(names[slot], len(forms)) != len(forms):
+                raise ShardingError(f"{names[slot]} has other forms in {block.name}")
+            if names[slot] in whole and len(forms) > 1:
+                only = np.full(len(forms), FORBIDDEN)
+                only[0] = 0.0
+                chain.append(((names[slot],), only))
+        chain.append(_without_repeats(variables, table.solution.table))
+    _, best = minimum(eliminate(sizes, chain))
+    made: dict[tuple[str, tuple[int, ...]], Sharding] = {}
+    result = []
+    for block in blocks:
+        names = _border_names(block)
+        borders = {slot: best[names[slot]] for slot in tables[block.kind].borders}
+        key = (block.kind, tuple(borders.values()))
+        if key not in made:
+            made[key] = read_out(tables[block.kind], block.kind, borders)
+        result.append(made[key])
+    return result
+
+
+def _border_names(block: Block) -> dict[str, str]:
+    return {**block.inputs, **block.outputs, **block.params}
+
+
+def _without_repeats(variables: tuple[Variable, ...], table: Array) -> Table:
+    """A slot pair filled with one value becomes one axis (the diagonal)."""
+    kept: list[Variable] = []
+    for variable in variables:
+        axis = len(kept)
+        if variable in kept:
+            first = kept.index(variable)
+            table = np.moveaxis(np.diagonal(table, axis1=first, axis2=axis), -1, first)
+        else:
+            kept.append(variable)
+    return tuple(kept), table

@@ -1,0 +1,211 @@
+"""trace: model and call -> ModelGraph, with the fx graphs behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import TraceError
+from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
+from . import losses
+from .blocks import Piece, cut, mark_grads, rows_and_work, split_main
+from .call import Call
+from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
+from .clean import flatten, info_of
+from .repeat import find_stacks, shortened
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The noun, and what torch needs to run it: a graph per kind and one of the prologue."""
+
+    graph: ModelGraph
+    programs: dict[str, fx.Graph]
+    prologue: fx.Graph  # inputs, buffers and constants -> everything without parameters
+    sources: dict[str, Source]
+    consts: dict[str, Tensor]
+    outputs: tuple[str, ...]
+    rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
+
+
+def trace(
+    model: nn.Module,
+    call: Call,
+    *,
+    device: torch.device | str = "cpu",
+    loss_fn: LossFn | None = None,
+    wanted: tuple[str, ...] | None = ("loss",),
+    params: dict[str, ParamInfo] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Traced:
+    """Trace once for every batch size. `params`: true shapes where the model holds shards."""
+    known = params or describe_params(model)
+    options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
+                               "wanted": wanted, "shapes": known, "dtype": dtype}  # fmt: skip
+    stacks = find_stacks(model)
+    if stacks:
+        with shortened(model, stacks):
+            captured = _attempt(model, call, options)
+        pieces = None if captured is None else _cut(captured, known)
+        if pieces is not None:
+            chain = repeat(pieces[0], stacks)
+            if chain is not None:
+                return _assemble(chain, pieces[1], captured, known)  # type: ignore[arg-type]
+    captured = capture(model, call, **options)
+    found, flat = _cut(captured, known)
+    return _assemble(found, flat, captured, known)
+
+
+def _attempt(model: nn.Module, call: Call, options: dict[str, Any]) -> Captured | None:
+    """A shortened stack may break code that counts its layers; then all are traced."""
+    with contextlib.suppress(TraceError):
+        return capture(model, call, **options)
+    return None
+
+
+def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[Piece], fx.Graph]:
+    flat = flatten(captured)
+    check_sizes(flat)
+    _merge_ties(flat, captured.sources)
+    batch = [n for n in flat.nodes if n.op == "placeholder" and _is_rows_input(n, captured)]
+    losses.rewrite(flat, batch)
+    trainable = {name for name, source in captured.sources.items()
+                 if source.kind == "param" and known[source.name].trainable}  # fmt: skip
+    mark_grads(flat, trainable)
+    main = split_main(flat, captured.sources)
+    if not main:
+        raise TraceError("nothing in forward depends on a parameter", where="forward")
+    return cut(flat, main, captured.sources), flat
+
+
+def _prologue(flat: fx.Graph, pieces: list[Piece]) -> fx.Graph:
+    """The flat graph without the nodes of the chain."""
+    chain = {node for piece in pieces for node in piece.nodes}
+    graph, env = fx.Graph(), {}
+    for node in flat.nodes:
+        if node not in chain and node.op != "output":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].name = node.name
+    return graph
+
+
+def _is_rows_input(node: fx.Node, captured: Captured) -> bool:
+    shape = info_of(node).shape
+    return captured.sources[node.name].kind == "input" and bool(shape) and shape[0] == ROWS
+
+
+def _merge_ties(graph: fx.Graph, sources: dict[str, Source]) -> None:
+    """One placeholder per parameter, however many names it has."""
+    first: dict[tuple[str, str], fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        source = sources[node.name]
+        kept = first.setdefault((source.kind, source.name), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+
+
+def repeat(pieces: list[Piece], stacks: dict[str, int]) -> list[Piece] | None:
+    """Children 0, 1, 2 of each stack become all of its children; None if they are not alike."""
+    for stack, count in stacks.items():
+        pieces = [_renamed(p, f"{stack}.2", f"{stack}.{count - 1}") for p in pieces]
+        names = [p.name for p in pieces]
+        kept = [f"{stack}.0", f"{stack}.1", f"{stack}.{count - 1}"]
+        if any(names.count(name) != 1 for name in kept):
+            return None
+        zero, one, last = (names.index(name) for name in kept)
+        alike = pieces[one].signature == pieces[last].signature
+        if not alike or (one, last) != (zero + 1, zero + 2):
+            return None
+        pieces = [*pieces[:one], *_all_children(pieces[one], pieces[last], stack, count),
+                  *pieces[last + 1 :]]  # fmt: skip
+    return pieces
+
+
+def _all_children(first: Piece, last: Piece, stack: str, count: int) -> Iterator[Piece]:
+    """Children 1 .. count-1; an input that moves on between 1 and the last keeps moving on."""
+    made = first
+    yield first
+    for child in range(2, count):
+        inputs = {
+            slot: value if last.inputs[slot] == value
+            else f"{made.name}:{last.inputs[slot].rpartition(':')[2]}"
+            for slot, value in first.inputs.items()
+        }  # fmt: skip
+        own = _renamed(first, f"{stack}.1", f"{stack}.{child}") if child < count - 1 else last
+        made = dataclasses.replace(own, inputs=inputs)
+        yield made
+
+
+def _renamed(piece: Piece, old: str, new: str) -> Piece:
+    """The piece with `old` replaced in the names of the block, its values and its parameters."""
+
+    def fix(table: dict[str, str], end: str) -> dict[str, str]:
+        return {slot: new + text[len(old) :] if text.startswith(old + end) else text
+                for slot, text in table.items()}  # fmt: skip
+
+    return dataclasses.replace(
+        piece,
+        name=new if piece.name == old else piece.name,
+        inputs=fix(piece.inputs, ":"),
+        params=fix(piece.params, "."),
+        outputs=fix(piece.outputs, ":"),
+    )
+
+
+def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
+              known: dict[str, ParamInfo]) -> Traced:  # fmt: skip
+    names: dict[str, str] = {}
+    kinds: dict[str, Kind] = {}
+    programs: dict[str, fx.Graph] = {}
+    unruled: set[str] = set()
+    for piece in pieces:
+        if piece.signature not in names:
+            name = f"kind{len(kinds)}"
+            names[piece.signature] = name
+            kinds[name], missing = _kind(name, piece)
+            programs[name] = piece.graph
+            unruled |= set(missing)
+    blocks = tuple(Block(p.name, names[p.signature], p.inputs, p.context, p.params, p.outputs)
+                   for p in pieces)  # fmt: skip
+    outputs = _outputs(pieces, flat, captured)
+    used = {name for block in blocks for name in block.params.values()}
+    params = {n: i for n, i in known.items() if n in used or i.trainable}
+    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)))
+    prologue = _prologue(flat, pieces)
+    rowless = frozenset(n.name for n in prologue.nodes if not _has_rows(info_of(n)))
+    return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
+                  rowless)  # fmt: skip
+
+
+def _has_rows(info: Any) -> bool:
+    infos = info if isinstance(info, tuple) else (info,)
+    return any(s and s % ROWS == 0 for i in infos if i is not None for s in i.shape)
+
+
+def _kind(name: str, piece: Piece) -> tuple[Kind, tuple[str, ...]]:
+    coupled, work, unruled, mutates = rows_and_work(piece.graph)
+    groups = [{slot: piece.infos[slot] for slot in table}
+              for table in (piece.inputs, piece.context, piece.params, piece.outputs)]  # fmt: skip
+    num_ops = len(piece.nodes)
+    return Kind(name, *groups, num_ops, work, coupled, mutates), unruled
+
+
+def _outputs(pieces: list[Piece], flat: fx.Graph, captured: Captured) -> dict[str, str]:
+    """Name of what the model returns -> value of the chain."""
+    made: dict[str, str] = {}
+    for piece in pieces:
+        leaving = piece.graph.find_nodes(op="output")[0].args[0]
+        for own, value in zip(leaving, piece.outputs.values(), strict=True):  # type: ignore[arg-type, call-overload]
+            made.setdefault(own.meta["origin"].name, value)  # type: ignore[union-attr]
+    results = next(n for n in flat.nodes if n.op == "output").args[0]
+    named = zip(captured.outputs, results, strict=True)  # type: ignore[arg-type]
+    return {name: made.get(node.name, node.name) for name, node in named}  # type: ignore[union-attr]
+
+
+__all__ = ["Call", "Traced", "trace"]

@@ -1,0 +1,229 @@
+"""Cut the flat graph into a prologue and a chain of blocks, and find equal blocks.
+
+A block is a run of ops of one numbered submodule (`layers.3`), or what lies between such runs; in
+a model without numbered submodules, a run of one direct child. Everything that depends on no
+parameter is prologue: every stage computes for itself what it needs of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ..errors import TraceError
+from ..model import ROWS, TensorInfo
+from ..shard.layout import WHOLE, Layout
+from ..shard.rules import rows_dim, flops, has_rule, op_name, row_flow
+from .capture import Source
+from .clean import _is_view, info_of, is_mutable
+
+_NUMBER = re.compile(r"^\d+$")
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block: its nodes, its own graph, and what the slots of the graph are filled with."""
+
+    name: str
+    nodes: list[fx.Node]
+    graph: fx.Graph
+    inputs: dict[str, str]
+    context: dict[str, str]
+    params: dict[str, str]
+    outputs: dict[str, str]
+    infos: dict[str, TensorInfo]
+    signature: str
+
+
+def split_main(graph: fx.Graph, sources: dict[str, Source]) -> set[fx.Node]:
+    """Nodes that depend on a parameter, a changing buffer, or chance: the chain's nodes."""
+    changing = {
+        node.args[i]
+        for node in graph.nodes
+        if node.op == "call_function" and is_mutable(node)
+        for i in ((3, 4) if op_name(node) == "batch_norm" else (0,))
+    }
+    main: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            kind = sources[node.name].kind
+            if kind == "param" or (kind == "buffer" and node in changing):
+                main.add(node)
+        elif node.op == "call_function":
+            seeded = isinstance(node.target, OpOverload) and _SEEDED in node.target.tags
+            if seeded or any(n in main for n in node.all_input_nodes):
+                main.add(node)
+                _refuse_write_to_view(node)
+    return {node for node in main if node.op == "call_function"}
+
+
+def _refuse_write_to_view(node: fx.Node) -> None:
+    base = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if base is not None and is_mutable(node) and op_name(node) != "batch_norm" and _is_view(base):
+        raise TraceError(f"{op_name(node)} writes into a view of a computed value",
+                         where=node.meta.get("module", ""),
+                         fix="assign the result to a new tensor instead")  # fmt: skip
+
+
+def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
+    """Note on every value whether a gradient flows back through it."""
+    for node in graph.nodes:
+        info = info_of(node)
+        if node.op == "placeholder":
+            grad = node.name in trainable
+        else:
+            grad = op_name(node) != "detach" and any(_has_grad(n) for n in node.all_input_nodes)
+        node.meta["info"] = _with_grad(info, grad)
+
+
+def _has_grad(node: fx.Node) -> bool:
+    info = info_of(node)
+    return any(i.grad for i in (info if isinstance(info, tuple) else (info,)) if i is not None)
+
+
+def _with_grad(info: Any, grad: bool) -> Any:
+    if isinstance(info, tuple):
+        return tuple(_with_grad(i, grad) for i in info)
+    if info is None:
+        return None
+    floating = info.dtype.startswith(("float", "bfloat", "complex"))
+    return TensorInfo(info.shape, info.dtype, grad and floating)
+
+
+def units(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
+    """Runs of nodes that belong together, with a name."""
+    paths = [str(node.meta.get("module", "")) for node in nodes]
+    keys = [_numbered(path) for path in paths]
+    if len(set(keys)) < 4:
+        keys = [path.split(".")[0] for path in paths]
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for key, node in zip(keys, nodes, strict=True):
+        if runs and (runs[-1][0] == key or (not key and _numbered(keys[0]) == "" and not any(
+            map(_numbered, keys)))):  # fmt: skip
+            runs[-1][1].append(node)
+        else:
+            runs.append((key, [node]))
+    return _unique(runs)
+
+
+def _numbered(path: str) -> str:
+    """`model.layers.3` of `model.layers.3.mlp.up`; nothing where there is no number."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if _NUMBER.match(part):
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _unique(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
+    seen: dict[str, int] = {}
+    named = []
+    for i, (key, nodes) in enumerate(runs):
+        name = key or ("embed" if i == 0 else "head" if i == len(runs) - 1 else "between")
+        seen[name] = seen.get(name, 0) + 1
+        named.append((name if seen[name] == 1 else f"{name}~{seen[name]}", nodes))
+    return named
+
+
+def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list[Piece]:
+    """Blocks in order, each with a graph of its own."""
+    runs = units([node for node in graph.nodes if node in main])
+    owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
+    results = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
+    values: dict[fx.Node, str] = {}
+    pieces = []
+    for index, (name, nodes) in enumerate(runs):
+        leaving = [n for n in nodes if n in results or any(
+            u in owner and owner[u] != index for u in n.users)]  # fmt: skip
+        for k, node in enumerate(leaving):
+            values[node] = f"{name}:{k}"
+        pieces.append(_piece(name, nodes, leaving, values, sources))
+    return pieces
+
+
+def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict[fx.Node, str],
+           sources: dict[str, Source]) -> Piece:  # fmt: skip
+    graph, env = fx.Graph(), {}
+    inside = set(nodes)
+    outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    piece = Piece(name, nodes, graph, {}, {}, {}, {}, {}, "")
+    for node in outside:
+        slot, table, filled = _slot(piece, node, values, sources)
+        table[slot] = filled
+        piece.infos[slot] = info_of(node)
+        env[node] = graph.placeholder(slot)
+        env[node].meta = {"info": info_of(node), "origin": node}
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].meta = {**node.meta, "origin": node}
+        env[node].name = node.name
+    graph.output(tuple(env[n] for n in leaving))
+    for k, node in enumerate(leaving):
+        piece.outputs[f"y{k}"] = values[node]
+        piece.infos[f"y{k}"] = info_of(node)
+    return replace(piece, signature=_signature(graph))
+
+
+def _slot(piece: Piece, node: fx.Node, values: dict[fx.Node, str],
+          sources: dict[str, Source]) -> tuple[str, dict[str, str], str]:  # fmt: skip
+    if node in values:
+        return f"x{len(piece.inputs)}", piece.inputs, values[node]
+    source = sources.get(node.name) if node.op == "placeholder" else None
+    if source is not None and source.kind in ("param", "buffer"):
+        name = source.name
+        prefix = piece.name.split("~")[0] + "."
+        local = name[len(prefix) :] if name.startswith(prefix) else name
+        return "w_" + re.sub(r"\W", "_", local).lower(), piece.params, name
+    return f"c{len(piece.context)}", piece.context, node.name
+
+
+def _signature(graph: fx.Graph) -> str:
+    """Equal for blocks that compute the same, whatever their parameters are called."""
+    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        target = "" if node.op == "placeholder" else str(node.target)
+        role = str(node.target)[0] if node.op == "placeholder" else ""
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: index[n])
+        lines.append(f"{node.op}{role} {target} {args} {info_of(node)}")
+    return "\n".join(lines)
+
+
+def rows_and_work(graph: fx.Graph) -> tuple[tuple[str, ...], float, tuple[str, ...], bool]:
+    """(ops that couple rows, flops per row, ops without a rule, whether buffers change)."""
+    carries: dict[fx.Node, Layout] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_param = str(node.target).startswith("w_")
+            carries[node] = WHOLE if is_param else rows_dim(info_of(node).shape)
+    _, coupled = row_flow(graph, carries)
+    body = [n for n in graph.nodes if n.op == "call_function"]
+    work = sum(flops(n) for n in body) / ROWS
+    unruled = {op_name(n) for n in body if not has_rule(n)} - {"add_"}
+    mutates = any(is_mutable(n) for n in body)
+    return tuple(dict.fromkeys(coupled)), work, tuple(sorted(unruled)), mutates
+
+
+def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
+    """The same graph for a real number of rows, on a real device."""
+    new, env = fx.Graph(), {}
+
+    def real(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, torch.device)):
+            return value
+        if isinstance(value, torch.device):
+            return device
+        return value // ROWS * rows if value and value % ROWS == 0 else value
+
+    for node in graph.nodes:
+        copy = new.node_copy(node, lambda n: env[n])
+        copy.args = fx.node.map_aggregate(copy.args, real)  # type: ignore[assignment]
+        copy.kwargs = fx.node.map_aggregate(copy.kwargs, real)  # type: ignore[assignment]
+        env[node] = copy
+    return new

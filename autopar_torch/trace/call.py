@@ -1,0 +1,81 @@
+"""A call of the model, taken apart: tensors, the rest, and how many rows the batch has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import TraceError
+
+
+@dataclass(frozen=True)
+class Call:
+    """Structure of one call. `rows[i]` says whether tensor i has the batch as its first dim."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # None where a tensor goes
+    where: tuple[int, ...]  # leaf index of each tensor
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    rows: tuple[bool, ...]
+    num_rows: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that one trace can serve, whatever their number of rows."""
+        shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
+        return (str(self.spec), str(self.leaves), shapes, self.dtypes, self.rows)
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self.leaves)
+        for index, tensor in zip(self.where, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def slice(self, tensors: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
+        """The rows start:end of a global batch."""
+        return [t[start:end] if r else t for t, r in zip(tensors, self.rows, strict=True)]
+
+
+def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, list[Tensor]]:
+    """Flatten a call into its structure and its tensors."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    where = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    tensors = [leaves[i] for i in where]
+    sized = [t for t in tensors if t.dim() > 0]
+    if not sized:
+        raise TraceError("the batch holds no tensor with rows", where="model(...)",
+                         fix="pass the batch as tensors whose first dim is the batch")  # fmt: skip
+    num_rows = sized[0].shape[0]
+    rows = tuple(t.dim() > 0 and t.shape[0] == num_rows for t in tensors)
+    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    shapes = tuple(tuple(t.shape) for t in tensors)
+    dtypes = tuple(t.dtype for t in tensors)
+    return Call(spec, rest, where, shapes, dtypes, rows, num_rows), tensors
+
+
+def named_outputs(output: Any) -> dict[str, Tensor]:
+    """The tensors a model returned, by name; the scalar one (or the key `loss`) is the loss."""
+    if isinstance(output, Tensor):
+        return {"loss" if _is_scalar(output) else "output": output}
+    items = output.items() if isinstance(output, Mapping) else enumerate(_as_list(output))
+    named: dict[str, Tensor] = {}
+    for key, value in items:
+        if isinstance(value, Tensor):
+            is_loss = _is_scalar(value) and "loss" not in named and not isinstance(key, str)
+            named["loss" if is_loss else str(key)] = value
+    return named
+
+
+def _as_list(output: Any) -> list[Any]:
+    return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+def _is_scalar(value: Tensor) -> bool:
+    return value.dim() == 0 and value.is_floating_point()

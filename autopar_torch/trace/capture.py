@@ -1,0 +1,242 @@
+"""Model and call -> one flat fx graph, for a batch of `ROWS` rows of tensors without data."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind
+
+from ..errors import TraceError
+from ..model import ROWS, ParamInfo
+from .call import Call, named_outputs
+
+LossFn = Callable[..., Tensor]
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a placeholder stands for."""
+
+    kind: str  # "input", "param", "buffer", "const"
+    name: str
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The flat graph, what its placeholders are, and the names of its outputs."""
+
+    graph: fx.Graph
+    module: nn.Module  # holds submodules of the graph, if any
+    sources: dict[str, Source]
+    outputs: tuple[str, ...]
+    consts: dict[str, Tensor]
+
+
+class _Flat(nn.Module):
+    """Takes tensors only, returns a tuple of tensors only: what export can digest."""
+
+    def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None,
+                 wanted: tuple[str, ...] | None,
+                 tell: Callable[[tuple[str, ...]], None]) -> None:  # fmt: skip
+        super().__init__()
+        self.model, self.call, self.loss_fn, self.wanted = model, call, loss_fn, wanted
+        self.tell = tell  # export undoes changes of attributes, so names leave by a callback
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self.call.rebuild(tensors)
+        target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
+        output = self.model(*args, **kwargs)
+        named = named_outputs(output)
+        if self.loss_fn and target:
+            named = {**named, "loss": self.loss_fn(output, *target)}
+        names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
+        self.tell(names)
+        return tuple(named[name] for name in names)
+
+
+def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    missing = [name for name in wanted if name not in named]
+    if missing == ["loss"]:
+        raise TraceError(
+            f"the model returns no loss, only {', '.join(named) or 'nothing'}", where="forward",
+            fix="return a scalar loss, or pass loss_fn=lambda output, target: ... to "
+            "parallelize and target=... with the batch",
+        )  # fmt: skip
+    if missing:
+        raise TraceError(f"the model returns no {', '.join(missing)}, only {', '.join(named)}",
+                         where="outputs=")  # fmt: skip
+    return wanted
+
+
+def first_names(model: nn.Module) -> dict[int, str]:
+    """Identity of every parameter and buffer -> its first name."""
+    names: dict[int, str] = {}
+    for items in (model.named_parameters, model.named_buffers):
+        for name, tensor in items(remove_duplicate=False):
+            names.setdefault(id(tensor), name)
+    return names
+
+
+def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
+    """Every parameter and buffer once, with its further names."""
+    first, aliases = first_names(model), {}
+    tensors: dict[str, Tensor] = {}
+    for items in (model.named_parameters, model.named_buffers):
+        for name, tensor in items(remove_duplicate=False):
+            tensors.setdefault(first[id(tensor)], tensor)
+            aliases.setdefault(first[id(tensor)], []).append(name)
+    return {
+        name: ParamInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad,
+                        not isinstance(t, nn.Parameter), tuple(aliases[name][1:]))
+        for name, t in tensors.items()
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device,
+                shapes: dict[str, ParamInfo], dtype: torch.dtype | None) -> Iterator[None]:  # fmt: skip
+    """Put tensors without data in the place of parameters and buffers while tracing."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, Tensor] = {}
+    names = first_names(model)
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for key, tensor in list(store.items()):
+                if tensor is None:
+                    continue
+                saved.append((store, key, tensor))
+                if id(tensor) not in fakes:
+                    info = shapes.get(names[id(tensor)])
+                    fakes[id(tensor)] = _fake(tensor, mode, device, info, dtype)
+                store[key] = fakes[id(tensor)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for store, key, tensor in saved:
+            store[key] = tensor
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device, info: ParamInfo | None,
+          dtype: torch.dtype | None) -> Tensor:  # fmt: skip
+    shape = tensor.shape if info is None else info.shape
+    is_param = isinstance(tensor, nn.Parameter)
+    cast = dtype if dtype and is_param and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        fake = torch.empty(shape, dtype=cast, device=device)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_param else fake
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Generation caches are of no use in training, and their objects stop export."""
+    config = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    if before:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if before:
+            config.use_cache = before  # type: ignore[union-attr]
+
+
+def capture(
+    model: nn.Module,
+    call: Call,
+    *,
+    device: torch.device,
+    loss_fn: LossFn | None,
+    wanted: tuple[str, ...] | None,
+    shapes: dict[str, ParamInfo],
+    dtype: torch.dtype | None = None,
+) -> Captured:
+    """Export without running, `dtype` for parameters and floating inputs if given."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    told: list[tuple[str, ...]] = []
+    flat = _Flat(model, call, loss_fn, wanted, told.append)
+    flat.training = model.training
+    names = {name: first for name, first in _canonical(model)}
+    with _fake_state(model, mode, device, shapes, dtype), _without_cache(model):
+        try:
+            program = torch.export.export(flat, _inputs(call, mode, device, dtype), strict=False)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"torch.export stopped: {type(error).__name__}: {str(error).strip()[:400]}",
+                where=_user_line(error),
+                fix="avoid data-dependent Python control flow in forward",
+            ) from error
+    sources, consts = {}, {}
+    for spec in program.graph_signature.input_specs:
+        source = _source(spec, names)
+        sources[spec.arg.name] = source
+        if source.kind == "const":
+            consts[source.name] = program.constants[spec.target]
+    return Captured(program.graph, program.graph_module, sources, told[-1], consts)
+
+
+def _canonical(model: nn.Module) -> Iterator[tuple[str, str]]:
+    first = first_names(model)
+    for items in (model.named_parameters, model.named_buffers):
+        for name, tensor in items(remove_duplicate=False):
+            yield name, first[id(tensor)]
+
+
+def _inputs(call: Call, mode: FakeTensorMode, device: torch.device,
+            dtype: torch.dtype | None) -> tuple[Tensor, ...]:  # fmt: skip
+    made = []
+    for shape, kind, rows in zip(call.shapes, call.dtypes, call.rows, strict=True):
+        with mode:
+            full = (ROWS, *shape[1:]) if rows else shape
+            made.append(torch.empty(full, dtype=dtype if dtype and kind.is_floating_point else kind,
+                                    device=device))  # fmt: skip
+    return tuple(made)
+
+
+def _source(spec: Any, names: dict[str, str]) -> Source:
+    if spec.kind == InputKind.USER_INPUT:
+        return Source("input", spec.arg.name)
+    name = spec.target.removeprefix(_PREFIX)
+    if spec.kind == InputKind.PARAMETER:
+        return Source("param", names[name])
+    if spec.kind == InputKind.BUFFER:
+        return Source("buffer", names[name])
+    return Source("const", spec.target.replace(".", "_"))
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line that is not torch's own."""
+    home = torch.__file__.rsplit("/", 1)[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith((home, "<")) and "autopar_torch/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "the model's forward"
+
+
+def check_sizes(graph: fx.Graph) -> None:
+    """Every size must be a multiple of the number of rows, or have nothing to do with it."""
+
+    def look(value: Any) -> Any:
+        big = isinstance(value, int) and ROWS // 2 < abs(value) < 2**62
+        if big and value % ROWS:
+            multiple = math.floor(value / ROWS + 0.5)
+            raise TraceError(
+                f"a size is {multiple} x the number of rows {value - multiple * ROWS:+d}",
+                where="the traced graph",
+                fix="only multiples of the batch size can be followed",
+            )
+        return value
+
+    for node in graph.nodes:
+        fx.node.map_aggregate((node.args, tuple(node.kwargs.values())), look)

@@ -1,0 +1,138 @@
+"""Make the captured graph plain: no nested graphs, no no-ops, no in-place ops on values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ..errors import TraceError
+from ..model import TensorInfo
+from .capture import Captured
+
+aten = torch.ops.aten
+_CASTS = ("aten::to", "aten::alias", "aten::type_as", "aten::contiguous", "aten::lift_fresh_copy")
+
+
+def info_of(node: fx.Node) -> Any:
+    """TensorInfo of a node's value; a tuple of them for several; None for what is no tensor."""
+    return node.meta.get("info")
+
+
+def _info(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorInfo(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    if isinstance(value, (tuple, list)):
+        return tuple(_info(v) for v in value)
+    return None
+
+
+def schema_name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the node writes to one of its arguments."""
+    if schema_name(node) == "aten::batch_norm":
+        return bool(node.args[5])
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def flatten(captured: Captured) -> fx.Graph:
+    """A new graph of plain ops with a TensorInfo on every node."""
+    graph = fx.Graph()
+    graph.output(_copy(graph, captured.module, {}))
+    _out_of_place(graph)
+    _drop_no_ops(graph)
+    _drop_dead(graph)
+    return graph
+
+
+def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any]) -> Any:
+    """Copy the nodes of one (nested) graph and return what it returns."""
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda n: env[n])
+        if node in env or "_assert" in str(node.target) or node.op == "get_attr":
+            continue
+        if "wrap_with_set_grad_enabled" in str(node.target):
+            env[node] = _inline(graph, node, module, env)
+        elif _picks_from_region(node, env):
+            env[node] = env[node.args[0]][node.args[1]]  # getitem of an inlined region
+        else:
+            new = graph.node_copy(node, lambda n: env[n])
+            new.meta = {"info": _info(node.meta.get("val")), "module": _module_path(node)}
+            env[node] = new
+    raise TraceError("a nested graph has no output", where=str(module))
+
+
+def _picks_from_region(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
+    first = node.args[0] if node.args else None
+    return isinstance(first, fx.Node) and isinstance(env.get(first), tuple)
+
+
+def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any]) -> Any:
+    enabled, inner_ref, *args = node.args
+    inner = getattr(module, str(inner_ref.target))  # type: ignore[union-attr]
+    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    inner_env = {p: env[a] for p, a in zip(places, args, strict=True)}
+    results = tuple(_copy(graph, inner, inner_env))
+    return results if enabled else tuple(_detached(graph, r) for r in results)
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    new = graph.call_function(aten.detach.default, (value,))
+    new.meta = dict(value.meta)
+    return new
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+
+
+def _out_of_place(graph: fx.Graph) -> None:
+    """`x.relu_()` becomes `y = relu(x)` and later readers of x read y; buffers stay as they are."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        name = schema_name(node).removeprefix("aten::")
+        if not name.endswith("_") or name.endswith("__") or not is_mutable(node):
+            continue
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or base.op == "placeholder" or _is_view(base):
+            continue  # buffers are meant to change; views are left to the check in blocks.py
+        functional = getattr(aten, name[:-1], None)
+        overload = getattr(functional, node.target._overloadname, None)  # type: ignore[union-attr]
+        if overload is None:
+            continue
+        node.target = overload
+        base.replace_all_uses_with(node, lambda user, n=node: order[user] > order[n])  # type: ignore[misc]
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not is_mutable(node)
+
+
+def _drop_no_ops(graph: fx.Graph) -> None:
+    """Casts to the same type and dropout that drops nothing."""
+    for node in list(graph.nodes):
+        name = schema_name(node)
+        same = name in _CASTS and info_of(node) == info_of(node.args[0])  # type: ignore[arg-type]
+        if name == "aten::contiguous":
+            same = False
+        idle = name == "aten::dropout" and (node.args[1] == 0.0 or not node.args[2])
+        if same or idle:
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function" and not is_mutable(node):
+            graph.erase_node(node)

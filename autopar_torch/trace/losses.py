@@ -1,0 +1,104 @@
+"""Means over the batch become sums divided by a number of the whole batch.
+
+A mean of means is not the mean when rows count differently (ignored labels), so the part of a
+micro-batch or of a replica is its sum over the denominator of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from ..model import ROWS, TensorInfo
+from ..shard import ops
+from .clean import aten, info_of, schema_name
+
+_SCALAR = TensorInfo((), "float32")
+_MEAN, _SUM = 1, 2
+
+
+def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
+    """Rewrite every loss whose mean goes over rows; `batch` are the inputs that have rows."""
+    for node in list(graph.nodes):
+        name = schema_name(node).removeprefix("aten::")
+        if name == "cross_entropy_loss" and _has_rows(node.args[0]):
+            _cross_entropy(graph, node)
+        elif name == "mean" and info_of(node).shape == () and _has_rows(node.args[0]):
+            _mean(graph, node, node.args[0], batch)
+        elif _reduction(node) == _MEAN and _has_rows(node.args[0]):
+            _by_element(graph, node, batch)
+    graph.lint()
+
+
+def _has_rows(node: Any) -> bool:
+    info = info_of(node) if isinstance(node, fx.Node) else None
+    return isinstance(info, TensorInfo) and any(s and s % ROWS == 0 for s in info.shape)
+
+
+def _reduction(node: fx.Node) -> int | None:
+    """The `reduction` of a loss op, None where it has none."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.name.endswith(
+        ("_loss", "_with_logits", "binary_cross_entropy")
+    ):
+        return None
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "reduction":
+            default = argument.default_value
+            return int(node.args[i] if len(node.args) > i else node.kwargs.get("reduction", default))  # type: ignore[arg-type]
+    return None
+
+
+def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
+    logits, target, weight, reduction, ignore, smoothing = [
+        *node.args, *(None, None, None, _MEAN, -100, 0.0)[len(node.args) :]
+    ]  # fmt: skip
+    if reduction not in (_MEAN, _SUM) or info_of(target).shape == info_of(logits).shape:  # type: ignore[arg-type]
+        return
+    with graph.inserting_before(node):
+        count = None
+        if reduction == _MEAN:
+            count = graph.call_function(ops.count_labels, (target, weight, ignore))
+            count.meta = {"info": _SCALAR, "module": node.meta["module"]}
+        new = graph.call_function(
+            ops.cross_entropy, (logits, target, count, weight, ignore, smoothing)
+        )
+    _replace(graph, node, new)
+
+
+def _mean(graph: fx.Graph, node: fx.Node, values: Any, batch: list[fx.Node]) -> None:
+    per_row = math.prod(info_of(values).shape) // ROWS
+    with graph.inserting_before(node):
+        count = graph.call_function(ops.count_values, (batch[0], per_row))
+        count.meta = {"info": _SCALAR, "module": node.meta["module"]}
+        new = graph.call_function(ops.mean_over_rows, (values, count))
+    _replace(graph, node, new)
+
+
+def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
+    """reduction="mean" of an elementwise loss: its values, then their mean over the batch."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    kwargs = dict(node.kwargs)
+    args = list(node.args)
+    place = names.index("reduction")
+    if len(args) > place:
+        args[place] = 0
+    else:
+        kwargs["reduction"] = 0
+    with graph.inserting_before(node):
+        values = graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
+        shape = info_of(node.args[0]).shape  # type: ignore[arg-type]
+        values.meta = {**node.meta, "info": TensorInfo(shape, info_of(node).dtype)}
+        mean = graph.call_function(aten.mean.default, (values,))
+        mean.meta = dict(node.meta)
+    node.replace_all_uses_with(mean)
+    graph.erase_node(node)
+    _mean(graph, mean, values, batch)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)

@@ -1,0 +1,81 @@
+"""Trace three layers of a long stack and repeat the middle one, where all the middle is equal.
+
+Children 0, 1 and last are kept. The chain that comes out is accepted only if the blocks of 1 and
+of last are of one kind, so a layer that uses its own index is found out and traced in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+MIN_CHILDREN = 6
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def find_stacks(model: nn.Module) -> dict[str, int]:
+    """Names of the module lists whose middle children are equal -> number of children."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    stacks: dict[str, int] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(stack + ".") for stack in stacks)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not inside:
+            children = list(module)
+            if len(children) >= MIN_CHILDREN and _is_uniform(children, uses):
+                stacks[name] = len(children)
+    return stacks
+
+
+def _is_uniform(children: list[nn.Module], uses: Counter[int]) -> bool:
+    if any(uses[id(p)] > 1 for child in children for p in child.parameters()):
+        return False
+    first = _fingerprint(children[1], 1)
+    return first is not None and all(
+        _fingerprint(child, i) == first for i, child in enumerate(children) if i > 1
+    )
+
+
+def _fingerprint(module: nn.Module, index: int) -> tuple[Any, ...] | None:
+    """What decides how a layer computes; None when that cannot be seen from its attributes."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    seen: list[Any] = [type(module)]
+    tensors = {**module._parameters, **module._buffers}
+    seen += [(n, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad))
+             for n, t in tensors.items()]  # fmt: skip
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or value is module:
+            continue
+        if isinstance(value, _PLAIN):
+            is_index = isinstance(value, int) and not isinstance(value, bool) and value == index
+            seen.append((name, "its index" if is_index else value))
+        elif isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value):
+            seen.append((name, tuple(value)))
+        else:
+            seen.append((name, id(value)))
+    for name, child in module._modules.items():
+        inner = None if child is None else _fingerprint(child, index)
+        if child is not None and inner is None:
+            return None
+        seen.append((name, inner))
+    return tuple(seen)
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, stacks: dict[str, int]) -> Iterator[None]:
+    """Keep children 0, 1, last of each stack (as 0, 1, 2) while tracing."""
+    saved = []
+    for name in stacks:
+        stack = model.get_submodule(name)
+        saved.append((stack, stack._modules))
+        children = list(stack._modules.values())
+        stack._modules = {"0": children[0], "1": children[1], "2": children[-1]}
+    try:
+        yield
+    finally:
+        for stack, modules in saved:
+            stack._modules = modules

@@ -1,0 +1,578 @@
+"""One model, the same degrees: built by hand from torch's own parts, timed against this library.
+
+Two ranks on the CPU (Gloo).  Both sides of a case live in one process and their steps are
+interleaved, so the machine's drift cancels in the paired ratios:
+
+    torchrun --standalone --nproc-per-node 2 profiling/bench_native.py [--quick] [--json FILE]
+        [--only tp2,pp2,dp2,zero3] [--native-only]
+
+A step is forward, backward and AdamW on a fixed global batch; it returns the global loss on every
+rank.  Ratios are ours / native (below 1 is better for us); the exit status is 0 only if every
+median time ratio and every memory ratio is at most 1 and both sides gave the same losses.
+With --native-only nothing is compared, and the status says only that every case ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+CASES = ("tp2", "pp2", "dp2", "zero3")
+WORLD, MICRO_BATCHES, MEMORY_STEPS = 2, 4, 3
+LEARNING_RATE, TOLERANCE = 1e-4, 1e-4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int = 6
+    width: int = 256
+    heads: int = 8
+    vocab: int = 2048
+    seq: int = 128
+    batch: int = 8
+
+
+QUICK = Sizes(layers=4, width=128, heads=4, vocab=512, seq=64, batch=8)
+
+
+# --- the model ------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.proj, self.head_width = nn.Linear(width, width), width // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (
+            f(x).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn, self.mlp = Attention(width, heads), Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class GPT(nn.Module):
+    """A plain GPT: separate q, k, v, an untied head, the mean loss over all tokens."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(s.vocab, s.width), nn.Embedding(s.seq, s.width)
+        self.blocks = nn.ModuleList([Block(s.width, s.heads) for _ in range(s.layers)])
+        self.ln_f, self.head = nn.LayerNorm(s.width), nn.Linear(s.width, s.vocab, bias=False)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tok(idx) + self.pos(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.blocks:
+            x = block(x)
+        return token_loss(self.head(self.ln_f(x)), targets)
+
+
+def seeded_model(sizes: Sizes) -> GPT:
+    torch.manual_seed(0)
+    return GPT(sizes)
+
+
+def global_batch(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(sizes.vocab, (2, sizes.batch, sizes.seq), generator=draw)
+    return ids[0].clone(), ids[1].clone()
+
+
+# --- the native side ------------------------------------------------------------------------
+
+
+class Side(Protocol):
+    opt: torch.optim.Optimizer
+
+    def step(self) -> float: ...
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+
+
+def tp_plan(sizes: Sizes) -> dict[str, Any]:
+    """Two all-reduces per attention and per MLP; the vocabulary is split in head and loss.
+
+    Splitting the table as well costs a small model 20 % of its time (so --quick does not); at
+    full size it is as fast as a whole table and takes less memory.
+    """
+    whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+    plan: dict[str, Any] = {
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    if sizes.vocab >= Sizes.vocab:
+        plan["tok"] = RowwiseParallel(input_layouts=Replicate())
+    for i in range(sizes.layers):
+        name = f"blocks.{i}."
+        plan |= {name + "attn": whole, name + "attn.proj": RowwiseParallel()}
+        plan |= {f"{name}attn.{part}": ColwiseParallel() for part in "qkv"}
+        plan |= {name + "mlp.fc": ColwiseParallel(), name + "mlp.out": RowwiseParallel()}
+    return plan
+
+
+class NativeTensor:
+    """DTensor: parallelize_module with local activations in attention, and loss_parallel."""
+
+    def __init__(self, sizes: Sizes, mesh: DeviceMesh) -> None:
+        self.idx, self.targets = global_batch(sizes)
+        self.model = parallelize_module(seeded_model(sizes), mesh, tp_plan(sizes))
+        self.opt = adamw(self.model)
+
+    def step(self) -> float:
+        with loss_parallel():
+            loss = self.model(self.idx, self.targets)
+            loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return float(loss.to_local().detach() if isinstance(loss, DTensor) else loss.detach())
+
+
+class FirstHalf(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.tok, self.pos = model.tok, model.pos
+        self.blocks = nn.Sequential(*model.blocks[: len(model.blocks) // 2])
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.blocks(self.tok(idx) + self.pos(torch.arange(idx.shape[1])))
+
+
+class SecondHalf(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*model.blocks[len(model.blocks) // 2 :])
+        self.ln_f, self.head = model.ln_f, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.ln_f(self.blocks(x)))
+
+
+def manual_stage(sizes: Sizes, mesh: DeviceMesh) -> PipelineStage:
+    """One stage of two, its shapes given: no inference step, no shape exchange."""
+    rank, rows = dist.get_rank(), sizes.batch // MICRO_BATCHES
+    ids = torch.empty(rows, sizes.seq, dtype=torch.int64, device="meta")
+    x = torch.empty(rows, sizes.seq, sizes.width, device="meta", requires_grad=True)
+    out = torch.empty(rows, sizes.seq, sizes.vocab, device="meta", requires_grad=True)
+    module = (FirstHalf, SecondHalf)[rank](seeded_model(sizes))
+    given, made = ((ids, x), (x, out))[rank]
+    return PipelineStage(module, rank, WORLD, torch.device("cpu"), input_args=(given,),
+                         output_args=(made,), group=mesh.get_group())  # fmt: skip
+
+
+class NativePipeline:
+    """torch.distributed.pipelining: two manual stages with static shapes under 1F1B."""
+
+    def __init__(self, sizes: Sizes, mesh: DeviceMesh) -> None:
+        self.idx, self.targets = global_batch(sizes)
+        stage = manual_stage(sizes, mesh)
+        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=token_loss)
+        self.opt = adamw(stage.submod)
+
+    def step(self) -> float:
+        losses: list[Tensor] = []
+        if dist.get_rank() == 0:
+            self.schedule.step(self.idx)
+        else:
+            self.schedule.step(target=self.targets, losses=losses, return_outputs=False)
+        self.opt.step()
+        self.opt.zero_grad()
+        value = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(value, WORLD - 1)
+        return float(value)
+
+
+class NativeData:
+    """Half of the batch per rank: plain DDP, or fully_shard on every block and the root."""
+
+    def __init__(self, sizes: Sizes, mesh: DeviceMesh, sharded: bool) -> None:
+        self.idx, self.targets = (t.chunk(WORLD)[dist.get_rank()] for t in global_batch(sizes))
+        model = seeded_model(sizes)
+        self.model: nn.Module = self.shard(model, mesh) if sharded else DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True)  # fmt: skip
+        self.opt = adamw(self.model)
+
+    @staticmethod
+    def shard(model: GPT, mesh: DeviceMesh) -> nn.Module:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def step(self) -> float:
+        loss = self.model(self.idx, self.targets)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        value = loss.detach().clone()
+        dist.all_reduce(value, dist.ReduceOp.AVG)
+        return float(value)
+
+
+def native(case: str, sizes: Sizes) -> Side:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    if case == "tp2":
+        return NativeTensor(sizes, mesh)
+    if case == "pp2":
+        return NativePipeline(sizes, mesh)
+    return NativeData(sizes, mesh, sharded=case == "zero3")
+
+
+# --- our side -------------------------------------------------------------------------------
+
+
+class Ours:
+    """The unchanged single-device loop on a model that was handed to this library."""
+
+    def __init__(self, sizes: Sizes, model: nn.Module) -> None:
+        self.idx, self.targets = global_batch(sizes)
+        self.model, self.opt = model, adamw(model)
+
+    def step(self) -> float:
+        loss = self.model(idx=self.idx, targets=self.targets)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return float(loss.detach())
+
+
+def ours(case: str, sizes: Sizes) -> Side:
+    import autopar_torch as ap
+
+    degrees: dict[str, dict[str, Any]] = {
+        "tp2": {"tp": 2},
+        "pp2": {"pp": 2, "num_micro_batches": MICRO_BATCHES, "schedule": "1f1b"},
+        "dp2": {"dp": 2},
+        "zero3": {"dp": 2, "zero": 3},
+    }
+    plan = ap.Plan.uniform(**degrees[case])
+    return Ours(sizes, ap.parallelize(seeded_model(sizes), plan=plan))
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Storage:
+    begin: int
+    address: int
+    size: int
+    end: int | None = None
+
+
+def recorded(prof: torch.profiler.profile) -> list[Storage]:
+    """Every storage allocated under the profiler; a release of an older one is ignored."""
+    raw: Any = prof.profiler
+    found, todo = [], list(raw.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo.extend(event.children)
+        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+            found.append((event.start_time_ns, event.extra_fields))
+    storages: list[Storage] = []
+    alive: dict[int, Storage] = {}
+    for when, fields in sorted(found, key=lambda item: item[0]):
+        if fields.alloc_size > 0:
+            alive[fields.ptr] = Storage(when, fields.ptr, fields.alloc_size)
+            storages.append(alive[fields.ptr])
+        elif old := alive.pop(fields.ptr, None):
+            old.end = when
+    return [one for one in storages if one.end or alive.get(one.address) is one]
+
+
+def held_addresses(opt: torch.optim.Optimizer) -> set[int]:
+    """Where the storages lie that some Python tensor holds, gradients included."""
+    gradients = [p.grad for group in opt.param_groups for p in group["params"]]
+    tensors = [t for t in (*gc.get_objects(), *gradients) if type(t) in (Tensor, nn.Parameter)]
+    local = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    return {t.untyped_storage().data_ptr() for t in tensors + local if t.device.type == "cpu"}
+
+
+class TensorPeak:
+    """Tensor bytes of everything allocated inside: what lived at `mark()`, and the peak after it.
+
+    The whole life of a side is recorded, its construction too, so DDP's buckets count although
+    only C++ holds them between steps.  Gloo's own threads release some storages unseen by the
+    profiler: one that is never released and that no tensor holds during the last optimizer step
+    is left out.  Take several steps after `mark()`, since that loss is by chance.
+    """
+
+    kept = peak = 0
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        self.held: set[int] = set()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self.prof = torch.profiler.profile(activities=activities, profile_memory=True)
+        self.prof.__enter__()
+        return self
+
+    def look(self, opt: torch.optim.Optimizer, *_: Any) -> None:
+        self.held = held_addresses(opt)
+
+    def mark(self, opt: torch.optim.Optimizer) -> None:
+        self.hook = opt.register_step_pre_hook(self.look)
+        gc.collect()
+        self.marked = time.time_ns()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.prof.__exit__(kind, error, trace)
+        if kind is None:
+            self.hook.remove()
+            self.settle()
+
+    def settle(self) -> None:
+        sure = [one for one in recorded(self.prof) if one.end or one.address in self.held]
+        changes = [(one.begin, one.size) for one in sure]
+        changes += [(one.end, -one.size) for one in sure if one.end]
+        total = 0
+        for when, size in sorted(changes):
+            total += size
+            if when <= self.marked:
+                self.kept = total
+            self.peak = max(self.peak, total) if when > self.marked else total
+
+
+# --- the harness ----------------------------------------------------------------------------
+
+
+@dataclass
+class Built:
+    side: Side
+    losses: tuple[float, float]
+    kept_mib: list[float]
+    peak_mib: list[float]
+
+
+@dataclass
+class Row:
+    case: str
+    losses: dict[str, tuple[float, float]]
+    kept_mib: dict[str, list[float]]
+    peak_mib: dict[str, list[float]]
+    ms: dict[str, float] = field(default_factory=dict)
+    loss_difference: float = 0.0
+    time_ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    memory_ratio: float | None = None
+
+    def passed(self) -> bool:
+        ratios = (self.time_ratio, self.memory_ratio)
+        return all(ratio is not None and ratio <= 1.0 for ratio in ratios)
+
+
+def pin() -> None:
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
+
+
+def over_ranks(value: float) -> list[float]:
+    every = [torch.zeros(1, dtype=torch.float64) for _ in range(WORLD)]
+    dist.all_gather(every, torch.tensor([value], dtype=torch.float64))
+    return [float(one) for one in every]
+
+
+def build(make: Callable[[], Side]) -> Built:
+    """Build a side, take its first two steps, and a few more for its memory."""
+    with TensorPeak() as memory:
+        side = make()
+        losses = (side.step(), side.step())
+        memory.mark(side.opt)
+        for _ in range(MEMORY_STEPS):
+            side.step()
+    kept, peak = (over_ranks(n / 2**20) for n in (memory.kept, memory.peak))
+    side.step()
+    return Built(side, losses, kept, peak)
+
+
+def timed_ms(side: Side) -> float:
+    """One step between barriers: the slowest rank's time."""
+    dist.barrier()
+    begin = time.perf_counter()
+    side.step()
+    return max(over_ranks((time.perf_counter() - begin) * 1e3))
+
+
+def interleave(sides: dict[str, Built], rounds: int) -> dict[str, list[float]]:
+    """Each round times every side once; the order alternates from round to round."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    for i in range(rounds):
+        for name in sorted(sides, reverse=bool(i % 2)):
+            times[name].append(timed_ms(sides[name].side))
+    return times
+
+
+def bootstrap(values: list[float], resamples: int = 2000) -> tuple[float, float]:
+    draw = random.Random(0)
+    medians = sorted(
+        statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples)
+    )
+    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
+
+
+def loss_difference(sides: dict[str, Built]) -> float:
+    """The largest relative difference to the native losses, over both steps and all ranks."""
+    good = sides["native"].losses
+    pairs = [(a, b) for s in sides.values() for a, b in zip(s.losses, good, strict=True)]
+    finite = all(math.isfinite(a) for a, _ in pairs)
+    worst = max(abs(a - b) / abs(b) for a, b in pairs) if finite else math.inf
+    return max(over_ranks(worst))
+
+
+def compare(row: Row, times: dict[str, list[float]]) -> None:
+    ratios = [a / b for a, b in zip(times["ours"], times["native"], strict=True)]
+    row.time_ratio, row.interval = statistics.median(ratios), bootstrap(ratios)
+    row.memory_ratio = max(row.peak_mib["ours"]) / max(row.peak_mib["native"])
+
+
+def measure(case: str, sizes: Sizes, rounds: int, native_only: bool) -> Row:
+    makers = {"native": native} if native_only else {"native": native, "ours": ours}
+    sides = {name: build(partial(make, case, sizes)) for name, make in makers.items()}
+    row = Row(
+        case,
+        losses={name: built.losses for name, built in sides.items()},
+        kept_mib={name: built.kept_mib for name, built in sides.items()},
+        peak_mib={name: built.peak_mib for name, built in sides.items()},
+        loss_difference=loss_difference(sides),
+    )
+    if not row.loss_difference <= TOLERANCE:
+        return row
+    times = interleave(sides, rounds)
+    row.ms = {name: statistics.median(values) for name, values in times.items()}
+    if not native_only:
+        compare(row, times)
+    return row
+
+
+# --- the report -----------------------------------------------------------------------------
+
+
+def show(row: Row) -> str:
+    parts = [f"{row.case:6}"]
+    for name in row.losses:
+        losses = " ".join(f"{x:.6f}" for x in row.losses[name])
+        mib = "/".join(f"{x:.1f}" for x in row.peak_mib[name])
+        kept = "/".join(f"{x:.1f}" for x in row.kept_mib[name])
+        ms = f"{row.ms[name]:.2f} ms" if row.ms else "not timed"
+        parts.append(f"{name}: {ms}, peak {mib} MiB (kept {kept}), losses {losses}")
+    if row.interval:
+        low, high = row.interval
+        parts.append(f"time {row.time_ratio:.3f} [{low:.3f}, {high:.3f}]")
+        parts.append(f"memory {row.memory_ratio:.3f}")
+    if len(row.losses) > 1:
+        verdict = "" if row.loss_difference <= TOLERANCE else " REFUSED: the losses differ"
+        parts.append(f"loss diff {row.loss_difference:.1e}{verdict}")
+    return " | ".join(parts)
+
+
+def figures(rows: list[Row]) -> str:
+    """The last line: ours / native for each case, or the native medians alone."""
+    words = []
+    for row in rows:
+        alone = f"{row.ms['native']:.2f} ms" if row.ms else "refused"
+        both = row.time_ratio and f"time {row.time_ratio:.3f} memory {row.memory_ratio:.3f}"
+        words.append(f"{row.case} {both or alone}")
+    return "FIGURES " + "; ".join(words)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="ours against torch's own parts, by hand")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, 12 rounds")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--only", default=",".join(CASES), help="a comma-separated part of them")
+    parser.add_argument("--native-only", action="store_true", help="leave our library out")
+    parser.add_argument("--rounds", type=int, help="default 40, with --quick 12")
+    args = parser.parse_args()
+    args.only = args.only.split(",")
+    if unknown := set(args.only) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    return args
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    sizes, rounds = (QUICK, 12) if args.quick else (Sizes(), 40)
+    rows = []
+    for case in args.only:
+        rows.append(measure(case, sizes, args.rounds or rounds, args.native_only))
+        gc.collect()
+        if dist.get_rank() == 0:
+            print(show(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> int:
+    args = options()
+    pin()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    if dist.get_world_size() != WORLD:
+        raise SystemExit(f"these cases need {WORLD} ranks, not {dist.get_world_size()}")
+    rows = run(args)
+    if dist.get_rank() == 0:
+        if args.json:
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        print(figures(rows), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if args.native_only or all(row.passed() for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
