@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from autopar_torch.errors import ScheduleError
@@ -111,7 +112,7 @@ class _Progress:
 
     def __init__(self, position_of: Sequence[int], num_micro_batches: int, ops: tuple[Op, ...]):
         self.num_micro_batches, self.ops = num_micro_batches, ops
-        self.position_of, self.last = position_of, len(position_of) - 1
+        self.position_of = position_of
         self.stages: list[list[int]] = [[] for _ in range(_num_positions(position_of))]
         for stage, position in enumerate(position_of):
             self.stages[position].append(stage)
@@ -130,12 +131,10 @@ class _Progress:
     def ready(self, action: Action) -> bool:
         """Whether everything this action reads has been made."""
         stage, op, micro_batch = action
-        needs = [(stage, Op.I)] if op is Op.W else []
-        if op is Op.F and stage > 0:
-            needs = [(stage - 1, Op.F)]
-        if op in (Op.B, Op.I):
-            needs = [(stage, Op.F), (stage + 1, op)] if stage < self.last else [(stage, Op.F)]
-        return all(self.finished[need] > micro_batch for need in needs)
+        backward = [(stage, Op.F), (stage + 1, op)]
+        needs = {Op.F: [(stage - 1, op)], Op.W: [(stage, Op.I)]}.get(op, backward)
+        last = len(self.position_of) - 1
+        return all(self.finished[need] > micro_batch for need in needs if 0 <= need[0] <= last)
 
     def in_flight(self, stage: int, until: Op) -> int:
         return self.started[stage, Op.F] - self.finished[stage, until]
@@ -143,10 +142,8 @@ class _Progress:
 
 def _hops_to_end(position_of: Sequence[int]) -> list[int]:
     """Per stage: how many positions a micro-batch still visits, its own included."""
-    hops = [1]
-    for here, after in reversed(list(zip(position_of, position_of[1:], strict=False))):
-        hops.insert(0, hops[0] + (here != after))
-    return hops
+    rests = (position_of[stage:] for stage in range(len(position_of)))
+    return [1 + sum(here != after for here, after in pairwise(rest)) for rest in rests]
 
 
 def _gpipe(progress: _Progress, action: Action) -> bool:
@@ -339,16 +336,14 @@ def _expected(schedule: Schedule, num_micro_batches: int) -> dict[Action, int]:
     found = {action for lane in schedule.actions for action in lane}
     trains = any(action.op in (Op.B, Op.I, Op.W, Op.REDUCE) for action in found)
     expected: dict[Action, int] = {}
-    for stage, position in enumerate(schedule.position_of):
+    places = schedule.position_of
+    for stage, position in enumerate(places):
         for micro_batch in range(num_micro_batches):
             halves = [Action(stage, op, micro_batch) for op in (Op.I, Op.W)]
-            whole = [Action(stage, Op.B, micro_batch)]
-            backward = halves if found & set(halves) else whole
+            backward = halves if found & set(halves) else [Action(stage, Op.B, micro_batch)]
             for action in (Action(stage, Op.F, micro_batch), *(backward if trains else [])):
-                beside = [
-                    _transfer(action, ops, schedule.position_of) for ops in (_RECEIVES, _SENDS)
-                ]
-                expected |= dict.fromkeys([action, *sum(beside, [])], position)
+                receive, send = (_transfer(action, ops, places) for ops in (_RECEIVES, _SENDS))
+                expected |= dict.fromkeys([*receive, action, *send], position)
         expected |= {Action(stage, Op.REDUCE): position} if trains else {}
     return expected
 

@@ -371,7 +371,7 @@ class TensorPeak:
         gc.collect()
         self.marked = time.time_ns()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.prof.__exit__(kind, error, trace)
         if kind is None:
             self.hook.remove()

@@ -1,3 +1,232 @@
-"""placeholder"""
-def save(*a): raise NotImplementedError
-def load(*a): raise NotImplementedError
+"""Checkpoints that any plan can load: torch.distributed.checkpoint over the parts every rank has.
+
+A parameter and its optimizer state lie in the file under the parameter's first name, as rectangles
+of the full tensor; whoever loads asks for the rectangles of its own plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from msgspec import Struct
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from .. import files
+from ..errors import CheckpointError
+from .holdings import Box
+from .params import Held
+from .state import is_speaker
+
+if TYPE_CHECKING:
+    from .model import ParallelModel
+
+_SETTINGS = "optimizer.json"
+
+
+class OptimizerSettings(Struct, frozen=True):
+    """Hyper-parameters of every parameter group, and which parameters it has."""
+
+    groups: tuple[dict[str, Any], ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+class Rectangles(torch.Tensor):
+    """A part of a full tensor, as torch.distributed.checkpoint wants to see it."""
+
+    boxes: list[Box]
+    full: torch.Size
+    speaks: bool
+    pieces: list[Tensor]
+
+    @staticmethod
+    def of(local: Tensor, boxes: list[Box], full: tuple[int, ...], speaks: bool) -> Rectangles:
+        made = local.as_subclass(Rectangles)
+        made.boxes, made.full, made.speaks = boxes, torch.Size(full), speaks
+        made.pieces = _views(local, boxes)
+        return made
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the full tensor: that is what a checkpoint compares."""
+        return self.full if dim is None else self.full[dim]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if not self.speaks:
+            return []
+        properties = TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties,
+                    self.full,
+                ),
+            )
+            for offsets, sizes in self.boxes
+        ]  # fmt: skip
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        offsets = [torch.Size(o) for o, _ in self.boxes]
+        return self.pieces[offsets.index(index.offset)]  # type: ignore[arg-type]
+
+
+def _views(local: Tensor, boxes: list[Box]) -> list[Tensor]:
+    """The pieces of a part that are its rectangles (views, so loading writes into the part)."""
+    if len(boxes) <= 1:
+        return [local] * len(boxes)
+    sizes = [size for _, size in boxes]
+    dim = next((d for d in range(local.dim())
+                if sum(s[d] for s in sizes) == local.shape[d] and sizes[0][d] != local.shape[d]), 0)  # fmt: skip
+    return list(local.split([s[dim] for s in sizes], dim))
+
+
+def _wrap(model: ParallelModel, held: Held, local: Tensor) -> Rectangles:
+    return Rectangles.of(local.detach(), held.boxes(), held.shape, is_speaker(model, held))
+
+
+def _model_state(model: ParallelModel) -> dict[str, Any]:
+    held = {f"model.{h.name}": _wrap(model, h, h.tensor) for h in model.store.held.values()}
+    rest = {
+        f"model.{name}": tensor.detach()
+        for name, tensor in model.store.tensors.items()
+        if name not in model.store.holdings and not tensor.is_meta
+    }
+    return {**held, **rest}
+
+
+def _names(model: ParallelModel) -> dict[int, str]:
+    return {id(t): n for n, t in model.store.tensors.items()}
+
+
+def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = _names(model)
+    state: dict[str, Any] = {}
+    for param, values in optimizer.state.items():
+        held = model.store.held.get(names.get(id(param), ""))
+        for key, value in values.items() if held is not None else ():
+            value = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            whole = value.shape != param.shape or value.dim() == 0
+            state[f"optim.{held.name}.{key}"] = value if whole else _wrap(model, held, value)
+    return state
+
+
+def save(model: ParallelModel, folder: str | os.PathLike[str],
+         optimizer: torch.optim.Optimizer | None) -> None:  # fmt: skip
+    """Every rank writes what it speaks for."""
+    state = _model_state(model)
+    if optimizer is not None:
+        state |= _optimizer_state(model, optimizer)
+    with torch.no_grad():
+        _quietly("save", lambda: dcp.save(state, checkpoint_id=str(folder), no_dist=_alone()))
+    if optimizer is not None and model.world.rank == 0:
+        files.save(_settings(model, optimizer), Path(folder) / _SETTINGS)
+    if not _alone():
+        dist.barrier()
+
+
+def _settings(model: ParallelModel, optimizer: torch.optim.Optimizer) -> OptimizerSettings:
+    names = _names(model)
+    groups, members = [], []
+    for group in optimizer.param_groups:
+        plain = {k: v for k, v in group.items() if isinstance(v, (int, float, bool, str, tuple))}
+        groups.append(plain)
+        members.append(tuple(names[id(p)] for p in group["params"]))
+    return OptimizerSettings(tuple(groups), tuple(members))
+
+
+def load(model: ParallelModel, folder: str | os.PathLike[str],
+         optimizer: torch.optim.Optimizer | None) -> None:  # fmt: skip
+    """Every rank reads the rectangles of its own plan."""
+    metadata = _read_metadata(folder)
+    state = _model_state(model)
+    missing = sorted(name for name in state if name not in metadata)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors of the model are not in it, first {', '.join(missing[:3])}",
+            where=str(folder), fix="load it into the model that it was saved from",
+        )  # fmt: skip
+    if optimizer is not None:
+        state |= dict(_empty_optimizer_state(model, optimizer, metadata))
+    _check_shapes(state, metadata, folder)
+    with torch.no_grad():
+        _quietly("load", lambda: dcp.load(state, checkpoint_id=str(folder), no_dist=_alone()))
+    if optimizer is not None:
+        _load_settings(model, optimizer, Path(folder) / _SETTINGS)
+
+
+def _read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        return dict(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+    except (OSError, ValueError, EOFError) as error:
+        raise CheckpointError(f"no readable checkpoint: {error}", where=str(folder),
+                              fix="give the folder that model.save() wrote")  # fmt: skip
+
+
+def _check_shapes(state: dict[str, Any], metadata: dict[str, Any],
+                  folder: str | os.PathLike[str]) -> None:  # fmt: skip
+    for name, value in state.items():
+        there = metadata.get(name)
+        full = value.full if isinstance(value, Rectangles) else value.shape
+        if isinstance(there, TensorStorageMetadata) and there.size != full:
+            raise CheckpointError(f"{name} is {tuple(there.size)} there, {tuple(full)} here",
+                                  where=str(folder))  # fmt: skip
+
+
+def _empty_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer,
+                           metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:  # fmt: skip
+    """Room for this rank's part of what the file has for its parameters."""
+    by_name = {f"optim.{held.name}.": held for held in model.store.held.values()}
+    for key, info in metadata.items():
+        prefix = key.rpartition(".")[0] + "."
+        held = by_name.get(prefix)
+        if held is None or isinstance(info, BytesStorageMetadata):
+            continue
+        own = optimizer.state[held.tensor]
+        split = tuple(info.size) == held.shape and info.size != torch.Size([])
+        shape = held.tensor.shape if split else info.size
+        device = held.tensor.device if split else torch.device("cpu")
+        value = torch.zeros(shape, dtype=info.properties.dtype, device=device)
+        own[key.removeprefix(prefix)] = value
+        yield key, _wrap(model, held, value) if split else value
+
+
+def _load_settings(model: ParallelModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    settings = files.load(path, OptimizerSettings)
+    if len(settings.groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{len(settings.groups)} parameter groups there, {len(optimizer.param_groups)} here",
+            where=str(path), fix="build the optimizer with the same groups",
+        )  # fmt: skip
+    for group, saved in zip(optimizer.param_groups, settings.groups, strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized())
+
+
+def _quietly(what: str, act: Any) -> None:
+    """torch's checkpoint errors are no Exceptions; make them ours."""
+    try:
+        act()
+    except dcp.api.CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{what} failed: {first}") from error

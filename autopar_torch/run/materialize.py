@@ -1,15 +1,21 @@
-"""Where full values of parameters come from: the model itself, its initialisation, or files."""
+"""Where full values of parameters come from: the model itself, files, or its own initialisation.
+
+A model on `meta` is never whole in memory: each module is filled alone, its parts are cut off, and
+it is let go. Its values depend on the seed and the module's name only, so any plan gets the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import CheckpointError, RunError
 from .world import World
 
 Source = Callable[[str], Tensor | None]
@@ -17,17 +23,121 @@ Source = Callable[[str], Tensor | None]
 
 def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
                 weights: str | os.PathLike[str] | None) -> Source:  # fmt: skip
-    """Parameter name -> its full value; rank 0's values where ranks may differ."""
+    """Parameter or buffer name -> its full value, the same on every rank."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    read = None if weights is None else _reader(Path(weights))
+    fill = _Initialiser(model, seed)
 
     def value(name: str) -> Tensor | None:
-        full = tensors[name].detach().to(device)
+        found = None if read is None else read(name)
+        if found is not None:
+            return found.to(device=device, dtype=tensors[name].dtype)
+        if tensors[name].is_meta:
+            return fill(name).to(device)
+        full = tensors[name].detach().to(device).contiguous()
         if world.size > 1:
-            full = full.contiguous()
             dist.broadcast(full, 0)
         return full
 
     return value
 
 
-__all__ = ["Any", "full_values"]
+class _Initialiser:
+    """Runs the initialisation of one module at a time, on the CPU."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self.now: tuple[str, dict[str, Tensor]] = ("", {})
+        self.hook = getattr(model, "_init_weights", None)
+
+    def __call__(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        if self.now[0] != owner or not self.now[1]:
+            self.now = (owner, self._filled(owner))
+        return self.now[1][leaf]
+
+    def _filled(self, owner: str) -> dict[str, Tensor]:
+        """Real values of a module's own parameters and buffers."""
+        module = self.model.get_submodule(owner)
+        own = {**module._parameters, **module._buffers}
+        saved = {k: v for k, v in own.items() if v is not None}
+        digest = hashlib.sha256(f"{self.seed}:{owner}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
+            try:
+                for key, tensor in saved.items():
+                    _set(module, key, _nan_like(tensor))
+                self._initialise(module)
+                made = {k: getattr(module, k).detach() for k in saved}
+            finally:
+                for key, tensor in saved.items():
+                    _set(module, key, tensor)
+        self._check(owner, made)
+        return made
+
+    def _initialise(self, module: nn.Module) -> None:
+        with torch.no_grad():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            stats = getattr(module, "reset_running_stats", None)
+            if callable(stats):
+                stats()
+            if callable(self.hook):
+                self.hook(module)
+
+    def _check(self, owner: str, made: dict[str, Tensor]) -> None:
+        empty = [k for k, v in made.items() if v.is_floating_point() and v.numel()
+                 and bool(v.reshape(-1)[:1].isnan())]  # fmt: skip
+        if empty:
+            raise RunError(
+                f"{type(self.model.get_submodule(owner)).__name__} does not initialise "
+                f"{', '.join(empty)}", where=owner or "the model",
+                fix="give the module reset_parameters(), the model _init_weights(module), or pass "
+                "weights=",
+            )  # fmt: skip
+
+
+def _nan_like(tensor: Tensor) -> Tensor:
+    """A real tensor that shows if nobody filled it."""
+    if tensor.is_floating_point():
+        return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
+    if key in module._parameters:
+        param = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(
+            tensor, requires_grad=tensor.is_floating_point())  # fmt: skip
+        module._parameters[key] = param
+    else:
+        module._buffers[key] = tensor
+
+
+def _reader(path: Path) -> Source:
+    """Reads single tensors of a safetensors file or folder, or of a saved checkpoint."""
+    if (path / ".metadata").exists():
+        return lambda name: _from_checkpoint(path, name)
+    found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError("no safetensors file and no checkpoint there", where=str(path))
+    from safetensors import safe_open
+
+    files = [safe_open(str(file), framework="pt") for file in found]
+    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def read(name: str) -> Tensor | None:
+        return where[name].get_tensor(name) if name in where else None
+
+    return read
+
+
+def _from_checkpoint(path: Path, name: str) -> Tensor | None:
+    import torch.distributed.checkpoint as dcp
+
+    info = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata.get(f"model.{name}")
+    if info is None:
+        return None
+    value = torch.empty(info.size, dtype=info.properties.dtype)
+    dcp.load({f"model.{name}": value}, checkpoint_id=str(path), no_dist=True)
+    return value

@@ -80,7 +80,7 @@ class ParallelModel(nn.Module):
                             if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
         stages = [s for replica in plan.replicas for s in replica.stages]
         self.world.make_groups(_axis_groups(plan))
-        self.store = ParamStore(self.module, plan, graph, self.world)
+        self.store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
         mine = [s for s in stages if self.world.rank in s.devices]
         blocks = {b: list(graph.blocks[b].params.values())

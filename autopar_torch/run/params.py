@@ -83,8 +83,9 @@ def _stacked(holding: Holding) -> bool:
 class ParamStore:
     """All parameters that this rank has a part of."""
 
-    def __init__(self, model: nn.Module, plan: Plan, graph: ModelGraph, world: World) -> None:
-        self.world, self.plan, self.graph = world, plan, graph
+    def __init__(self, model: nn.Module, plan: Plan, graph: ModelGraph, world: World,
+                 device: torch.device) -> None:  # fmt: skip
+        self.world, self.plan, self.graph, self.device = world, plan, graph, device
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
         shapes = [[(s.blocks, s.axes) for s in r.stages] for r in plan.replicas]
@@ -129,18 +130,19 @@ class ParamStore:
         return value.detach().clone()
 
     def place(self, source: Callable[[str], Tensor | None]) -> None:
-        """Fill every parameter from its full value; None where this rank may skip it."""
-        for name in self.graph.params:
-            full, tensor = source(name), self.tensors[name]
-            if name in self.held and full is not None:
-                tensor.data = self.cut(self.held[name], full)
+        """Fill every parameter with this rank's part of its full value."""
+        for name, tensor in self.tensors.items():
+            if name in self.held:
+                put(tensor, self.cut(self.held[name], cast(Tensor, source(name))))
             elif name in self.holdings:
-                tensor.data = tensor.new_empty((0, *tensor.shape[1:]), device=self._device())
+                if not tensor.is_meta:
+                    source(name)  # rank 0's values go to all ranks together
+                put(tensor, torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype,
+                                        device=self.device))  # fmt: skip
+            else:
+                put(tensor, cast(Tensor, source(name)))
         for held in self.held.values():
             self._make_leaf(held)
-
-    def _device(self) -> torch.device:
-        return next((h.tensor.device for h in self.held.values()), torch.device("cpu"))
 
     def _make_leaf(self, held: Held) -> None:
         if self.graph.params[held.name].buffer:
@@ -197,6 +199,15 @@ class ParamStore:
     def release(self, held: Held) -> None:
         """Free a gathered leaf; what autograd saved of it is filled again by `gather`."""
         held.leaf.untyped_storage().resize_(0)
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Give the user's object a new content; it stays the same object, also off `meta`."""
+    if tensor.is_meta and not value.is_meta:
+        fresh = nn.Parameter(value, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, fresh if isinstance(tensor, nn.Parameter) else value)
+    else:
+        tensor.data = value
 
 
 def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -172,7 +172,7 @@ def capture(
             raise
         except Exception as error:
             raise TraceError(
-                f"torch.export stopped: {type(error).__name__}: {str(error).strip()[:400]}",
+                f"torch.export stopped: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
                 where=_user_line(error),
                 fix="avoid data-dependent Python control flow in forward",
             ) from error

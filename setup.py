@@ -1,0 +1,28 @@
+"""Metadata of the package; the tools are configured in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="autopar_torch",
+    version="0.1.0",
+    description="One line, and a PyTorch model trains on whatever machines it was started on.",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["autopar_torch", "autopar_torch.*"]),
+    package_data={"autopar_torch": ["py.typed"]},
+    install_requires=["torch>=2.13.0", "numpy", "msgspec", "rich", "nvidia-ml-py"],
+    extras_require={
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "transformers",
+            "safetensors",
+            "ruff",
+            "mypy",
+        ],
+    },
+)

@@ -1,0 +1,138 @@
+"""The shape of the house: which room may use which, and what no room may do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "autopar_torch"
+SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+NOUNS = {"model", "cluster", "profile", "plan", "timeline", "schedule", "errors", "files"}
+SHARD = NOUNS | {"shard"}
+TRACE = SHARD | {"trace"}
+MEASURE = TRACE | {"measure"}
+SIMULATE = MEASURE | {"simulate"}
+SEARCH = SIMULATE | {"search"}
+RUN = SEARCH | {"run"}
+API = RUN | {"report", "api"}
+MAY_IMPORT = dict.fromkeys(NOUNS, NOUNS) | {
+    "shard": SHARD,
+    "trace": TRACE,
+    "measure": MEASURE,
+    "simulate": SIMULATE,
+    "search": SEARCH,
+    "run": RUN,
+    "report": NOUNS | {"report"},
+    "api": API,
+    "__init__": API,
+    "cli": API | {"cli", "__init__"},
+    "__main__": {"cli"},
+}
+WITHOUT_TORCH = [*sorted(NOUNS), "simulate", "search", "shard.eliminate"]
+MAY_PRINT = {"cli", "report"}
+
+BLOCK_TORCH = """
+import importlib, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(f"{name} is imported where torch must not be")
+
+sys.meta_path.insert(0, NoTorch())
+importlib.import_module(sys.argv[1])
+"""
+
+
+def room(path: Path) -> str:
+    """The module or folder of the package that a file belongs to."""
+    return path.relative_to(ROOT / PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of everything in the package that a file imports, at any depth."""
+    package = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == PACKAGE:
+                yield node.lineno, room_of_name(name[1:])
+
+
+def room_of_name(name: list[str]) -> str:
+    """`from autopar_torch import Plan` takes a public name, not a room."""
+    folder = ROOT / PACKAGE
+    known = name and ((folder / name[0]).is_dir() or (folder / f"{name[0]}.py").is_file())
+    return name[0] if known else "__init__"
+
+
+def places(path: Path, lines: Iterator[int]) -> list[str]:
+    return [f"{path.relative_to(ROOT)}:{line}" for line in lines]
+
+
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for path in SOURCES:
+        assert room(path) in MAY_IMPORT, f"{path.name}: say in MAY_IMPORT what it may use"
+        for line, used in imports(path):
+            if used not in MAY_IMPORT[room(path)]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room(path)} imports {used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def torch_free_modules() -> list[str]:
+    """Every module that must work where torch is not installed."""
+    found = []
+    for path in SOURCES:
+        parts = list(path.relative_to(ROOT / PACKAGE).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        name = ".".join(parts)
+        if name in WITHOUT_TORCH or (parts and parts[0] in WITHOUT_TORCH):
+            found.append(f"{PACKAGE}.{name}")
+    return found
+
+
+@pytest.mark.parametrize("module", torch_free_modules())
+def test_planning_works_without_torch(module: str) -> None:
+    command = [sys.executable, "-c", BLOCK_TORCH, module]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / PACKAGE)))
+def test_source_keeps_the_rules(path: Path) -> None:
+    tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    asserts = (n.lineno for n in tree if isinstance(n, ast.Assert))
+    assert not places(path, asserts), "asserts vanish under -O: raise an error of errors.py"
+    silent = (n.lineno for n in tree if isinstance(n, ast.ExceptHandler) and says_nothing(n))
+    assert not places(path, silent), "an error must not be swallowed without a word"
+    prints = (n.lineno for n in tree if is_print(n) and room(path) not in MAY_PRINT)
+    assert not places(path, prints), "only cli and report write to the terminal"
+
+
+def says_nothing(handler: ast.ExceptHandler) -> bool:
+    return all(
+        isinstance(n, ast.Pass) or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+        for n in handler.body
+    )
+
+
+def is_print(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    )

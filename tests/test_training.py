@@ -1,0 +1,266 @@
+"""What training scripts do with a ParallelModel: each claim runs on 2 ranks started once."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import autopar_torch as ap
+from autopar_torch.errors import PlanError
+from autopar_torch.plan import Replica, Stage
+
+TP2 = {"tp": 2}
+PP2 = {"pp": 2, "num_micro_batches": 2}
+ZERO3 = {"dp": 2, "zero": 3}
+
+
+@pytest.fixture(scope="module")
+def claims() -> dict[str, Any]:
+    """All claims of this file, checked in one start of 2 ranks: name -> "" or what was wrong."""
+    return run_ranks(2, "test_training:check_all", timeout_s=280)[0]
+
+
+def check_all() -> dict[str, str]:
+    torch.set_num_threads(1)
+    found = {}
+    for name, claim in sorted(globals().items()):
+        if name.startswith("claim_"):
+            try:
+                claim()
+                found[name] = ""
+            except AssertionError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _names() -> list[str]:
+    return sorted(name for name in globals() if name.startswith("claim_"))
+
+
+def _model(name: str, degrees: dict[str, Any]) -> Any:
+    return ap.parallelize(zoo.build(name), plan=ap.Plan.uniform(**degrees))
+
+
+def _near(a: Tensor | float, b: Tensor | float, tolerance: float = 1e-5) -> bool:
+    a, b = torch.as_tensor(a).detach().double(), torch.as_tensor(b).detach().double()
+    return float((a - b).abs().max()) <= tolerance * max(1e-3, float(b.abs().max()))
+
+
+def claim_batch_size_may_change_between_steps() -> None:
+    for degrees in (PP2, ZERO3, TP2):
+        model, plain = _model("gpt2", degrees), zoo.build("gpt2")
+        for rows in (8, 5, 3, 8):
+            batch = zoo.batch("gpt2", rows, pad=True)
+            assert _near(model(**batch), plain(**batch).loss), (degrees, rows)
+
+
+def claim_gradients_accumulate_over_backwards() -> None:
+    for degrees in (PP2, ZERO3, TP2):
+        model, plain = _model("gpt2", degrees), zoo.build("gpt2")
+        for seed in (1, 2):
+            batch = zoo.batch("gpt2", 8, seed, pad=True)
+            (model(**batch) / 2).backward()
+            (plain(**batch).loss / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert _near(model.clip_grad_norm_(1.0), norm), degrees
+
+
+def claim_an_optimizer_made_before_the_first_batch_is_right() -> None:
+    model = _model("nanogpt", TP2)
+    before = list(model.parameters())
+    opt = oracle.optimizer(before)
+    model(**zoo.batch("nanogpt", 8)).backward()
+    opt.step()
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert all(s["exp_avg"].shape == p.shape for p, s in opt.state.items())
+
+
+def claim_eval_runs_forward_only_and_leaves_gradients_alone() -> None:
+    for name, degrees in (("resnet", {"dp": 2}), ("resnet", TP2), ("bert", PP2)):
+        model, plain = _model(name, degrees), zoo.build(name)
+        model(**zoo.batch(name, 8))
+        plain(**zoo.batch(name, 8))
+        model.eval()
+        plain.eval()
+        with torch.no_grad():
+            got, want = model(**zoo.batch(name, 6)), plain(**zoo.batch(name, 6))
+        got = got if isinstance(got, Tensor) else got.loss
+        assert _near(got, oracle.loss_of(want)), (name, degrees)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def claim_outputs_asked_for_are_those_of_the_whole_batch() -> None:
+    for degrees in (PP2, TP2, {"dp": 2}):
+        plan = ap.Plan.uniform(**degrees)
+        model = ap.parallelize(zoo.build("gpt2"), plan=plan, outputs=("logits",))
+        batch = zoo.batch("gpt2", 5)
+        got, want = model(**batch), zoo.build("gpt2")(**batch)
+        assert _near(got.logits, want.logits) and _near(got.loss, want.loss), degrees
+
+
+def claim_state_dict_has_original_names_and_full_tensors() -> None:
+    plain = zoo.build("nanogpt").state_dict()
+    for degrees in (TP2, PP2, ZERO3):
+        model = _model("nanogpt", degrees)
+        model(**zoo.batch("nanogpt", 4))
+        state = model.state_dict()
+        assert list(state) == list(plain)
+        assert all(torch.equal(state[k], plain[k]) for k in plain), degrees
+        changed = {k: v + 1 for k, v in plain.items()}
+        model.load_state_dict(changed)
+        assert all(torch.equal(v, changed[k]) for k, v in model.state_dict().items()), degrees
+
+
+def claim_loss_fn_serves_models_that_return_logits() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    x, y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
+    want = nn.functional.cross_entropy(build()(x), y)
+    for degrees in (TP2, PP2, {"dp": 2}):
+        loss_fn = nn.functional.cross_entropy
+        model = ap.parallelize(build(), plan=ap.Plan.uniform(**degrees), loss_fn=loss_fn)
+        assert _near(model(x, target=y), want), degrees
+
+
+def claim_labels_may_be_the_same_tensor_as_the_inputs() -> None:
+    ids = zoo.batch("llama", 4)["input_ids"]
+    model, plain = _model("llama", TP2), zoo.build("llama")
+    assert _near(model(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids).loss)
+
+
+def claim_replicas_may_take_different_shares_and_borders() -> None:
+    uneven = ap.Plan((Replica((Stage((0,)),), 3), Replica((Stage((1,)),), 1)))
+    assert max(oracle.compare("gpt2", uneven, True).values()) <= oracle.TOLERANCE
+
+
+def claim_bfloat16_keeps_float32_master_weights() -> None:
+    one = zoo.build("llama")
+    model = _model("llama", {"tp": 2, "precision": "bfloat16"})
+    opt = oracle.optimizer(model.parameters())
+    for step in range(3):
+        batch = zoo.batch("llama", 8, step, pad=True)
+        loss, want = model(**batch), one(**batch).loss
+        if step == 0:
+            assert _near(loss, want, 2e-2)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+class Branching(nn.Module):
+    """Looks at data while it runs, so it cannot be exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return self.a(x).sum()
+        return (self.a(x)[:, 0] - y).square().mean()
+
+
+def claim_a_model_that_cannot_be_exported_trains_and_says_why() -> None:
+    torch.manual_seed(0)
+    plain = Branching()
+    model = ap.parallelize(Branching(), plan=ap.Plan.uniform(dp=2))
+    model.module.load_state_dict(plain.state_dict())
+    x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(5.0)
+    loss, want = model(x, y), plain(x, y)
+    loss.backward()
+    want.backward()
+    assert _near(loss, want) and _near(model.module.a.weight.grad, plain.a.weight.grad)
+    assert "x.sum() > 1e9" in model.fallback_reason
+
+
+def claim_what_does_not_fit_is_refused_on_every_rank() -> None:
+    for degrees, words in (({"tp": 4}, "torchrun started 2"), ({"pp": 2, "virtual": 9}, "blocks")):
+        try:
+            model = _model("gpt2", degrees)
+            model(**zoo.batch("gpt2", 4))
+        except PlanError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{degrees} was accepted")
+
+
+def claim_a_checkpoint_of_one_plan_continues_under_any_other() -> None:
+    plans = [TP2, PP2, ZERO3, {"dp": 2, "zero": 1, "num_micro_batches": 2}]
+    folder = _shared_folder()
+    batches = [zoo.batch("gpt2", 8, seed, pad=True) for seed in range(4)]
+    want: list[float] = []
+    for index, degrees in enumerate(plans):
+        model = _model("gpt2", degrees)
+        opt = oracle.optimizer(model.parameters())
+        _steps(model, opt, batches[:2])
+        model.save(folder / str(index), opt)
+        want = _steps(model, opt, batches[2:])
+    for index in range(len(plans)):
+        for degrees in plans:
+            model = ap.parallelize(zoo.build("gpt2", seed=9), batches[0],
+                                   plan=ap.Plan.uniform(**degrees))  # fmt: skip
+            opt = oracle.optimizer(model.parameters())
+            model.load(folder / str(index), opt)
+            got = _steps(model, opt, batches[2:])
+            assert all(_near(a, b) for a, b in zip(got, want, strict=True)), (index, degrees)
+
+
+def _shared_folder() -> Path:
+    name = [tempfile.mkdtemp(prefix="ckpt-")]
+    data = torch.zeros(256, dtype=torch.uint8)
+    raw = name[0].encode()
+    data[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    return Path(bytes(data.numpy()).rstrip(b"\0").decode())
+
+
+def _steps(model: Any, opt: torch.optim.Optimizer, batches: list[zoo.Batch]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = model(**batch)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def claim_a_model_on_meta_has_the_same_values_under_every_plan() -> None:
+    states = []
+    for degrees in (TP2, PP2, ZERO3):
+        with torch.device("meta"):
+            empty = zoo.build("llama")
+        model = ap.parallelize(empty, zoo.batch("llama", 4), plan=ap.Plan.uniform(**degrees))
+        before = list(model.parameters())
+        model(**zoo.batch("llama", 4)).backward()
+        assert any(p.grad is not None for p in before)
+        states.append(model.state_dict())
+    for state in states[1:]:
+        assert all(torch.equal(v, states[0][k]) for k, v in state.items())
+
+
+def claim_plans_travel_as_json() -> None:
+    model = _model("gpt2", TP2)
+    model(**zoo.batch("gpt2", 4))
+    data = msgspec.json.encode(model.plan)
+    assert msgspec.json.decode(data, type=ap.Plan) == model.plan
+    again = ap.parallelize(zoo.build("gpt2"), plan=model.plan)
+    assert _near(again(**zoo.batch("gpt2", 4)), model(**zoo.batch("gpt2", 4)))
+
+
+@pytest.mark.parametrize("name", _names())
+def test_claim(name: str, claims: dict[str, Any]) -> None:
+    assert claims[name] == ""
