@@ -6,10 +6,14 @@ from msgspec import Struct
 
 
 class Link(Struct, frozen=True):
-    """A way between devices: seconds before the first byte, bytes per second after it."""
+    """A way between devices: seconds before the first byte, bytes per second after it.
+
+    `scatter`: how much slower a reduce-scatter is than an all-gather (Gloo sums on the CPU).
+    """
 
     latency_s: float
     bytes_per_s: float
+    scatter: float = 1.0
 
 
 class Device(Struct, frozen=True):
@@ -44,6 +48,6 @@ class Cluster(Struct, frozen=True):
 
 
 CPU_CORE = Device("CPU core", 4e10, 5e9, 4 * 2**30, "assumed")
-LOOPBACK = Link(2e-4, 1e9)
+LOOPBACK = Link(1e-3, 1.4e9, 1.6)  # latency: mostly waiting for a rank that shares the cores
 GPU = Device("A100-80", 312e12, 2e12, 80 * 2**30)
 NVLINK, INFINIBAND = Link(1e-5, 2e11), Link(2e-5, 2.5e10)

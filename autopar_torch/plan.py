@@ -25,6 +25,7 @@ class Sharding(Struct, frozen=True):
     ops: dict[str, str]
     forms: dict[str, str]
     cost_s: float = 0.0
+    kept_bytes: int = 0
 
 
 class Stage(Struct, frozen=True):

@@ -214,6 +214,10 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_position(
     assert makespan(schedule) == 3 * m * v + 3 * (p - 1)
 
 
+def test_the_interleaved_limits_give_way_where_they_would_stop_the_pipeline() -> None:
+    check(build("interleaved", (1, 1, 1, 0, 3, 3, 2, 2), 7), 7)
+
+
 def test_an_unknown_name_is_refused_with_the_legal_ones() -> None:
     with pytest.raises(ScheduleError, match="gpipe, 1f1b, interleaved, zero_bubble"):
         build("2f2b", (0, 1), 4)
@@ -297,10 +301,6 @@ def test_activations_and_gradients_between_two_positions_share_one_order() -> No
     broken = edit(schedule, 1, lambda words: move(words, "1SEND_F1", "3RECV_F1"))
     with pytest.raises(ScheduleError, match="3SEND_B0 is sent where 2RECV_F1 is received"):
         check(broken, 2)
-
-
-def test_the_interleaved_limits_give_way_where_they_would_stop_the_pipeline() -> None:
-    check(build("interleaved", (1, 1, 1, 0, 3, 3, 2, 2), 7), 7)
 
 
 def test_a_cyclic_wait_is_refused_with_a_picture_of_it() -> None:

@@ -41,6 +41,17 @@ class Program:
                                              peers, model.device)  # fmt: skip
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
+        self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
+        self._name, self._positions = plan.schedule, replica.position_of
+
+    def schedule(self, num_micro_batches: int, train: bool) -> schedules.Schedule:
+        """The action lists of this replica, proven free of deadlock."""
+        key = (num_micro_batches, train)
+        if key not in self._schedules:
+            made = schedules.build(self._name, self._positions, num_micro_batches, train)
+            schedules.check(made, num_micro_batches)
+            self._schedules[key] = made
+        return self._schedules[key]
 
 
 class ParallelModel(nn.Module):
@@ -121,7 +132,6 @@ class ParallelModel(nn.Module):
         spans = self.micro_batches(call.num_rows)
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
         replica = self.plan.replicas[self.replica]
-        positions = replica.position_of
         self.store.refresh()
         if train:
             self.reducer.begin(in_step)
@@ -133,8 +143,8 @@ class ParallelModel(nn.Module):
                 cache[mb] = program.prologue.for_rows(call, tensors, whole, *rows[mb])
             return cache[mb]
 
-        position = positions[min(program.stages)]
-        actions = schedules.build(self.plan.schedule, positions, len(rows), backward=train)
+        actions = program.schedule(len(rows), train)
+        position = actions.position_of[min(program.stages)]
         mail = Mail(self.world.rank, replica, self.device)
         executor = Executor(program.stages, replica, mail, self.reducer if train else None)
         parts = executor.run(actions, position, rows, context, train)

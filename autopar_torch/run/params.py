@@ -405,7 +405,8 @@ class Reducer:
         """Every gradient of this rank's parameters, summed over everyone who has the same part."""
         for bucket in self._pending():
             bucket.finish(self.sums, self.store)
-        return self.sums
+        sums, self.sums = self.sums, {}
+        return sums
 
     def launch_rest(self) -> None:
         """Start every reduction that has not started, before anything else is communicated."""

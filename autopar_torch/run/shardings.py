@@ -30,8 +30,11 @@ class _Found:
 
 
 def prices(num_axes: int, rows: int) -> Prices:
-    """What sharding decisions are made with until a profile is measured."""
-    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows)
+    """What sharding decisions are made with until a profile is measured.
+
+    A byte that is kept through the step is worth what it costs to move it once.
+    """
+    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 1.0 / LOOPBACK.bytes_per_s, rows)
 
 
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .layout import PARTIAL, WHOLE, Layout, Split, layout_text
+from .layout import PARTIAL, Split, layout_text
 from .price import Move
 
 
@@ -212,9 +211,8 @@ class _VocabLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         soft, column, mine, real = ctx.saved_tensors
-        out = soft.clone()
-        out.scatter_add_(1, column, -mine.to(soft.dtype)[:, None])
-        return out.mul_((real * grads[0])[:, None]), None, None, None
+        soft.scatter_add_(1, column, -mine.to(soft.dtype)[:, None])  # in place: used only once
+        return soft.mul_((real * grads[0])[:, None]), None, None, None
 
 
 class _SyncNorm(torch.autograd.Function):
@@ -271,12 +269,3 @@ class SyncBatchNorm(nn.Module):
                 running_mean.lerp_(mean.detach(), self.momentum)
                 running_var.lerp_(var.detach() * total / (total - 1), self.momentum)
         return cast(Tensor, y)
-
-
-def whole_on(layouts: Sequence[Layout]) -> bool:
-    return all(layout == WHOLE for layout in layouts)
-
-
-def parts_of(mesh: Sequence[int], layouts: Sequence[Layout]) -> int:
-    """How many pieces a value is cut in."""
-    return math.prod(p for p, x in zip(mesh, layouts, strict=True) if isinstance(x, Split))

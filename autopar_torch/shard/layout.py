@@ -7,6 +7,7 @@ the batch.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..model import ROWS
@@ -78,3 +79,8 @@ def local_shape(shape: tuple[int, ...], layouts: Layouts, mesh: tuple[int, ...])
         if isinstance(layout, Split):
             sizes[layout.dim] //= parts
     return sizes
+
+
+def parts_of(mesh: tuple[int, ...], layouts: Layouts) -> int:
+    """In how many pieces a value is cut."""
+    return math.prod(p for p, x in zip(mesh, layouts, strict=True) if isinstance(x, Split))

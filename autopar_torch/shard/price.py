@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..cluster import CPU_CORE, LOOPBACK, Device, Link
-from ..model import ROWS, TensorInfo, at_rows
+from ..model import ROWS, TensorInfo
 from .layout import PARTIAL, WHOLE, Layout, Layouts, Split
 from .rules import flops, op_name
 
@@ -68,9 +68,9 @@ def move_seconds(move: Move, num_bytes: float, parts: int, prices: Prices) -> fl
         case (str(a), str(b)) if a == WHOLE and b == PARTIAL:
             return touch
         case (str(a), str(b)) if a == PARTIAL and b == WHOLE:
-            return 2 * (link.latency_s + share * num_bytes / link.bytes_per_s)
+            return link.latency_s + 2 * share * num_bytes / link.bytes_per_s
         case (str(a), Split()) if a == PARTIAL:
-            return link.latency_s + share * num_bytes / link.bytes_per_s
+            return link.latency_s + link.scatter * share * num_bytes / link.bytes_per_s
         case (Split(), str(b)) if b == WHOLE:
             return link.latency_s + share * num_bytes / link.bytes_per_s
         case (Split(), Split()):
@@ -88,6 +88,14 @@ def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tu
         total += move_seconds(move, num_bytes / others, mesh[move.axis], prices)
         now[move.axis] = move.target
     return total
+
+
+def reduce_seconds(grad: Layouts, num_bytes: float, mesh: tuple[int, ...],
+                   prices: Prices) -> float:  # fmt: skip
+    """Seconds to sum a partial gradient once per step; it travels in a bucket, so no latency."""
+    return sum(2 * (parts - 1) / parts * num_bytes / link.bytes_per_s
+               for layout, parts, link in zip(grad, mesh, prices.links, strict=True)
+               if layout == PARTIAL)  # fmt: skip
 
 
 def num_bytes(info: TensorInfo | tuple[TensorInfo, ...], rows: int) -> int:
@@ -113,6 +121,3 @@ def param_costs(info: TensorInfo, prices: Prices) -> tuple[float, float]:
     size = info.num_bytes(prices.rows)
     return 7 * size / prices.device.memory_bytes_per_s, 4.0 * size
 
-
-__all__ = ["FORBIDDEN", "Move", "Prices", "at_rows", "convert_seconds", "moves", "op_costs",
-           "param_costs"]  # fmt: skip

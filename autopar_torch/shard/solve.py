@@ -28,8 +28,9 @@ from .layout import (
     grad_layout,
     layouts_text,
     parse_layouts,
+    parts_of,
 )
-from .price import FORBIDDEN, Prices, convert_seconds, num_bytes, op_costs, param_costs
+from .price import FORBIDDEN, Prices, convert_seconds, num_bytes, op_costs, param_costs, reduce_seconds
 from .rules import strategies
 
 
@@ -70,6 +71,8 @@ class KindTable(NamedTuple):
     borders: dict[str, list[Forms]]
     choices: dict[str, list[Choice]]
     forms: dict[str, list[Forms]]
+    kept: dict[Variable, Array]  # bytes kept through the step, per op or parameter and choice
+    memory_s_per_byte: float
     solution: Solution
 
 
@@ -144,6 +147,7 @@ class _Problem:
         self.tables: list[Table] = []
         self.made: dict[str, list[Forms]] = {}  # value -> what its maker can make
         self.forms: dict[str, list[Forms]] = {}  # value with several readers -> forms
+        self.kept: dict[Variable, Array] = {}
         self._memo: dict[tuple[Layouts, Layouts, float], float] = {}
 
     def seconds(self, source: Layouts, target: Layouts, size: float) -> float:
@@ -169,10 +173,13 @@ class _Problem:
                     table[i, j] += self.seconds(b.grad, a.grad, size)
         return table
 
-    def add(self, variable: Variable, size: int, cost: Array | None = None) -> None:
+    def add(self, variable: Variable, size: int, seconds: Array | None = None,
+            kept: Array | None = None) -> None:  # fmt: skip
+        """A variable, with the seconds and the kept bytes of each of its values."""
         self.sizes[variable] = size
-        if cost is not None:
-            self.tables.append(((variable,), cost))
+        if seconds is not None and kept is not None:
+            self.kept[variable] = kept
+            self.tables.append(((variable,), seconds + kept * self.prices.memory_s_per_byte))
 
 
 def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
@@ -191,9 +198,8 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
             _add_slot(problem, node, readers.get(node, []), shared, pinned or {}, borders)
         elif node.op == "call_function":
             seconds, kept = op_costs(node, prices)
-            cost = np.array([(seconds + kept * prices.memory_s_per_byte) / c.share
-                             for c in choices[node]])  # fmt: skip
-            problem.add(node.name, len(choices[node]), cost)
+            share = 1.0 / np.array([c.share for c in choices[node]])
+            problem.add(node.name, len(choices[node]), seconds * share, kept * share)
             problem.made[node.name] = [c.made for c in choices[node]]
     for k, node in enumerate(output.args[0]):  # type: ignore[arg-type]
         slot = f"y{k}"
@@ -204,7 +210,8 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
         _connect(problem, node, users)
     solution = eliminate(problem.sizes, problem.tables, tuple(borders))
     by_name = {n.name: c for n, c in choices.items()}
-    return KindTable(graph, mesh, borders, by_name, {**problem.forms, **_param_forms(problem)},
+    forms = {**problem.forms, **_param_forms(problem)}
+    return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
                      solution)  # fmt: skip
 
 
@@ -237,7 +244,7 @@ def _add_slot(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Form
     elif name.startswith("w_"):
         wanted = [form for _, options in users for form in options]
         forms = pinned.get(name) or param_forms(info, wanted, mesh, name in shared)
-        problem.add(name, len(forms), _param_prices(problem, info, forms))
+        problem.add(name, len(forms), *_param_prices(problem, info, forms))
     else:
         forms = pinned.get(name) or border_forms(info, mesh)
         problem.add(name, len(forms))
@@ -246,18 +253,13 @@ def _add_slot(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Form
     problem.made[name] = forms
 
 
-def _param_prices(problem: _Problem, info: TensorInfo, forms: list[Forms]) -> Array:
+def _param_prices(problem: _Problem, info: TensorInfo, forms: list[Forms]) -> tuple[Array, Array]:
+    """Seconds and kept bytes of a parameter in each of its forms."""
     seconds, kept = param_costs(info, problem.prices)
-    costs = []
-    for form in forms:
-        share = int(np.prod([p for x, p in zip(form.value, problem.mesh, strict=True)
-                             if isinstance(x, Split)]))  # fmt: skip
-        cost = (seconds + kept * problem.prices.memory_s_per_byte) / share
-        if info.grad:
-            done = tuple(WHOLE if x == PARTIAL else x for x in form.grad)
-            cost += problem.seconds(form.grad, done, info.num_bytes(problem.prices.rows))
-        costs.append(cost)
-    return np.array(costs)
+    shares = [1.0 / parts_of(problem.mesh, form.value) for form in forms]
+    reduce = [reduce_seconds(form.grad, info.num_bytes(1), problem.mesh, problem.prices)
+              if info.grad else 0.0 for form in forms]  # fmt: skip
+    return seconds * np.array(shares) + np.array(reduce), kept * np.array(shares)
 
 
 def _connect(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms]]]) -> None:
@@ -283,7 +285,9 @@ def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
     forms = {name: options[best[name]].text for name, options in table.forms.items()}
     forms |= {slot: options[borders[slot]].text for slot, options in table.borders.items()}
     index = tuple(borders[slot] for slot in table.solution.kept)
-    return Sharding(kind, table.mesh, ops, forms, float(table.solution.table[index]))
+    kept = sum(float(sizes[best[name]]) for name, sizes in table.kept.items())
+    seconds = float(table.solution.table[index]) - table.memory_s_per_byte * kept
+    return Sharding(kind, table.mesh, ops, forms, seconds, int(kept))
 
 
 def solve_chain(blocks: Sequence[Block], tables: dict[str, KindTable],
@@ -314,6 +318,24 @@ def solve_chain(blocks: Sequence[Block], tables: dict[str, KindTable],
             made[key] = read_out(tables[block.kind], block.kind, borders)
         result.append(made[key])
     return result
+
+
+def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple[int, ...],
+             prices: Prices, worth: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:  # fmt: skip
+    """Shardings of a chain that are fastest for some worth of a byte: (seconds, bytes, sharding).
+
+    Each is optimal for its price, so none is dominated by any other sharding: the lower convex hull
+    of the (time, memory) Pareto set.
+    """
+    found: dict[tuple[float, int], list[Sharding]] = {}
+    for price in worth:
+        priced = prices._replace(memory_s_per_byte=price)
+        kinds = dict.fromkeys(block.kind for block in blocks)
+        tables = {kind: tabulate(programs[kind], mesh, priced) for kind in kinds}
+        chosen = solve_chain(blocks, tables, frozenset())
+        key = (sum(s.cost_s for s in chosen), sum(s.kept_bytes for s in chosen))
+        found.setdefault(key, chosen)
+    return [(seconds, size, chosen) for (seconds, size), chosen in sorted(found.items())]
 
 
 def _border_names(block: Block) -> dict[str, str]:

@@ -33,13 +33,20 @@ def find_stacks(model: nn.Module) -> dict[str, int]:
 def _is_uniform(children: list[nn.Module], uses: Counter[int]) -> bool:
     if any(uses[id(p)] > 1 for child in children for p in child.parameters()):
         return False
-    first = _fingerprint(children[1], 1)
+    first = _fingerprint(children[1])
     return first is not None and all(
-        _fingerprint(child, i) == first for i, child in enumerate(children) if i > 1
+        _alike(first, _fingerprint(child), 1, i) for i, child in enumerate(children) if i > 1
     )
 
 
-def _fingerprint(module: nn.Module, index: int) -> tuple[Any, ...] | None:
+def _alike(a: Any, b: Any, i: int, j: int) -> bool:
+    """Equal, but for numbers that are the layer's own index (i in one, j in the other)."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_alike(x, y, i, j) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (type(a) is int and type(b) is int and (a, b) == (i, j))
+
+
+def _fingerprint(module: nn.Module) -> tuple[Any, ...] | None:
     """What decides how a layer computes; None when that cannot be seen from its attributes."""
     if module._forward_hooks or module._forward_pre_hooks:
         return None
@@ -51,14 +58,13 @@ def _fingerprint(module: nn.Module, index: int) -> tuple[Any, ...] | None:
         if name.startswith("_") or value is module:
             continue
         if isinstance(value, _PLAIN):
-            is_index = isinstance(value, int) and not isinstance(value, bool) and value == index
-            seen.append((name, "its index" if is_index else value))
+            seen.append((name, value))
         elif isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value):
             seen.append((name, tuple(value)))
         else:
             seen.append((name, id(value)))
     for name, child in module._modules.items():
-        inner = None if child is None else _fingerprint(child, index)
+        inner = None if child is None else _fingerprint(child)
         if child is not None and inner is None:
             return None
         seen.append((name, inner))
