@@ -117,7 +117,8 @@ def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None, plan
 def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | None,
            source: Callable[[], Any]) -> None:  # fmt: skip
     """Trace, fit the plan, agree on it, and hand out the parameters."""
-    place, error, traced = parallel.world, None, None
+    place, traced = parallel.world, None
+    error: AutoparError | None = None
     plan = given
     try:
         traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
@@ -127,7 +128,8 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
         plan = shardings.complete(plan, traced, rows)
     except TraceError as found:
         if _is_pure_data(given):
-            return fallback.adopt(parallel, given, found, loss_fn)
+            fallback.adopt(parallel, given, found, loss_fn)
+            return
         found.fix += "; or use a plan of data parallelism only (tp=1, pp=1)"
         error = found
     except AutoparError as found:
@@ -153,5 +155,3 @@ def _check_rows(plan: Plan, traced: Traced) -> None:
 
 def _is_pure_data(plan: Plan) -> bool:
     return all(len(r.stages) == 1 and len(r.stages[0].devices) == 1 for r in plan.replicas)
-
-

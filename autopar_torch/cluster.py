@@ -1,4 +1,4 @@
-"""Cluster: devices, links, and how they change; as far as known, with the source of every number."""
+"""Cluster: devices, links, and how they change; every number with its source."""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ def run_rank(models: list[str], out: str) -> None:
     """One rank: every model under every plan for this many ranks, padded batches."""
     import logging
 
-    import oracle
     import torch
     import torch.distributed as dist
+
+    import oracle
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)

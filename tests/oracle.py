@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from torch import Tensor
 
 import autopar_torch as ap
+import zoo
 
 ROWS, STEPS = 8, 3
 TOLERANCE = 1e-5

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import oracle
 import pytest
 import torch
+
+import oracle
 import zoo
 from ranks import run_ranks
 

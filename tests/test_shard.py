@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from autopar_torch.cluster import GPU, NVLINK
@@ -29,9 +28,13 @@ from autopar_torch.shard.solve import frontier, solve_chain, tabulate
 from autopar_torch.trace import Traced, trace
 from autopar_torch.trace.call import take_apart
 
+ScopedTable = tuple[tuple[str, ...], np.ndarray]
+
 
 @st.composite
-def sums_of_tables(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[tuple[str, ...], np.ndarray]]]:
+def sums_of_tables(
+    draw: st.DrawFn,
+) -> tuple[dict[str, int], list[tuple[tuple[str, ...], np.ndarray]]]:
     names = [f"v{i}" for i in range(draw(st.integers(1, 6)))]
     sizes = {n: draw(st.integers(1, 4)) for n in names}
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -42,7 +45,7 @@ def sums_of_tables(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[tuple[st
     return sizes, tables
 
 
-def total(assigned: dict[str, int], tables: Sequence[tuple[tuple[str, ...], np.ndarray]]) -> float:
+def total(assigned: dict[str, int], tables: Sequence[ScopedTable]) -> float:
     return sum(float(t[tuple(assigned[v] for v in scope)]) for scope, t in tables)
 
 

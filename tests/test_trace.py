@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-import zoo
 from torch import Tensor, nn
 
+import zoo
 from autopar_torch.errors import TraceError
 from autopar_torch.model import ROWS, at_rows
 from autopar_torch.trace import Traced, trace

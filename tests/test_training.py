@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import autopar_torch as ap
+import oracle
+import zoo
 from autopar_torch.errors import PlanError
 from autopar_torch.plan import Replica, Stage
+from ranks import run_ranks
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "num_micro_batches": 2}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from msgspec import Struct
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,11 +25,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .. import files
 from ..errors import CheckpointError
 from .holdings import Box
-from .params import Held
+from .params import Held, stacking_dim
 from .state import is_speaker
 
 if TYPE_CHECKING:
@@ -91,10 +94,8 @@ def _views(local: Tensor, boxes: list[Box]) -> list[Tensor]:
     """The pieces of a part that are its rectangles (views, so loading writes into the part)."""
     if len(boxes) <= 1:
         return [local] * len(boxes)
-    sizes = [size for _, size in boxes]
-    dim = next((d for d in range(local.dim())
-                if sum(s[d] for s in sizes) == local.shape[d] and sizes[0][d] != local.shape[d]), 0)  # fmt: skip
-    return list(local.split([s[dim] for s in sizes], dim))
+    dim = stacking_dim(boxes, local)
+    return list(local.split([size[dim] for _, size in boxes], dim))
 
 
 def _wrap(model: ParallelModel, held: Held, local: Tensor) -> Rectangles:
@@ -120,7 +121,9 @@ def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> 
     state: dict[str, Any] = {}
     for param, values in optimizer.state.items():
         held = model.store.held.get(names.get(id(param), ""))
-        for key, value in values.items() if held is not None else ():
+        if held is None:
+            continue
+        for key, value in values.items():
             value = value if isinstance(value, Tensor) else torch.tensor(float(value))
             whole = value.shape != param.shape or value.dim() == 0
             state[f"optim.{held.name}.{key}"] = value if whole else _wrap(model, held, value)
@@ -134,7 +137,7 @@ def save(model: ParallelModel, folder: str | os.PathLike[str],
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
     with torch.no_grad():
-        _quietly("save", lambda: dcp.save(state, checkpoint_id=str(folder), no_dist=_alone()))
+        _quietly("save", lambda: dcp_save(state, checkpoint_id=str(folder), no_dist=_alone()))
     if optimizer is not None and model.world.rank == 0:
         files.save(_settings(model, optimizer), Path(folder) / _SETTINGS)
     if not _alone():
@@ -166,17 +169,17 @@ def load(model: ParallelModel, folder: str | os.PathLike[str],
         state |= dict(_empty_optimizer_state(model, optimizer, metadata))
     _check_shapes(state, metadata, folder)
     with torch.no_grad():
-        _quietly("load", lambda: dcp.load(state, checkpoint_id=str(folder), no_dist=_alone()))
+        _quietly("load", lambda: dcp_load(state, checkpoint_id=str(folder), no_dist=_alone()))
     if optimizer is not None:
         _load_settings(model, optimizer, Path(folder) / _SETTINGS)
 
 
 def _read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        return dict(dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+        return dict(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
     except (OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"no readable checkpoint: {error}", where=str(folder),
-                              fix="give the folder that model.save() wrote")  # fmt: skip
+                              fix="give the folder that model.save() wrote") from error  # fmt: skip
 
 
 def _check_shapes(state: dict[str, Any], metadata: dict[str, Any],
@@ -227,6 +230,6 @@ def _quietly(what: str, act: Any) -> None:
     """torch's checkpoint errors are no Exceptions; make them ours."""
     try:
         act()
-    except dcp.api.CheckpointException as error:
+    except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{what} failed: {first}") from error

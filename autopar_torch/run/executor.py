@@ -14,6 +14,7 @@ from ..schedule import Action, Op, Schedule
 from .params import Reducer
 from .stage import StageRunner, Values
 
+Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
 _TAGS = 4096  # values per message, so that every message has a tag of its own
 
 
@@ -81,7 +82,7 @@ class Executor:
         self.results: dict[int, Values] = {}
 
     def run(self, schedule: Schedule, position: int, rows: Sequence[tuple[int, int]],
-            context: Callable[[int, int], dict[str, Any]], train: bool) -> dict[int, Values]:  # fmt: skip
+            context: Context, train: bool) -> dict[int, Values]:  # fmt: skip
         """Micro-batch -> outputs, on the ranks of the last stage."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
@@ -115,6 +116,7 @@ class Executor:
         stage, op, mb = action
         match op:
             case Op.RECV_F | Op.RECV_B:
+                self.context(stage, mb)  # while the message is on its way
                 self.values[stage, "F" if op is Op.RECV_F else "B", mb] = self.mail.take(action)
             case Op.SEND_F:
                 self.mail.send(action, stage + 1, self.values.pop((stage + 1, "F", mb)))
@@ -169,5 +171,3 @@ def _last_backwards(actions: Sequence[Action]) -> set[Action]:
     """The last backward of every stage."""
     last = {a.stage: a for a in actions if a.op is Op.B}
     return set(last.values())
-
-

@@ -82,9 +82,9 @@ class _Step(nn.Module):
     def _grads(self, parallel: ParallelModel, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
         params = [p for p in parallel.module.parameters() if p.requires_grad]
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, params, allow_unused=True)
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
         else:
-            found = tuple(None for _ in params)
+            found = (None,) * len(params)
         used = torch.tensor([float(g is not None) for g in found], device=parallel.device)
         parallel.world.sum(used)
         result = []

@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..errors import CheckpointError, RunError
 from .world import World
@@ -133,11 +136,9 @@ def _reader(path: Path) -> Source:
 
 
 def _from_checkpoint(path: Path, name: str) -> Tensor | None:
-    import torch.distributed.checkpoint as dcp
-
-    info = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata.get(f"model.{name}")
-    if info is None:
+    info = FileSystemReader(str(path)).read_metadata().state_dict_metadata.get(f"model.{name}")
+    if not isinstance(info, TensorStorageMetadata):
         return None
     value = torch.empty(info.size, dtype=info.properties.dtype)
-    dcp.load({f"model.{name}": value}, checkpoint_id=str(path), no_dist=True)
+    dcp_load({f"model.{name}": value}, checkpoint_id=str(path), no_dist=True)
     return value

@@ -213,7 +213,7 @@ class ParallelModel(nn.Module):
         """Scale all gradients so that their norm over all ranks is at most `max_norm`."""
         return state.clip_grad_norm(self, max_norm)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
         return state.full_state(self)
 
@@ -239,9 +239,7 @@ class ParallelModel(nn.Module):
         for runner in programs:
             for index, cell in enumerate(runner.cells):
                 if name in cell.block.name:
-                    code = [p.code for (kind, number, _), p in runner.programs.items()
-                            if (kind, number) == (cell.block.kind, runner._sharding(index))]  # fmt: skip
-                    found.append(f"# {cell.block.name}\n" + "\n".join(code[:1]))
+                    found.append(f"# {cell.block.name}\n{runner.code(index)}")
         return "\n".join(found) or f"no block of this rank is called {name!r}"
 
 

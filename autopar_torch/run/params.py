@@ -6,18 +6,19 @@ The user's Parameter objects keep their identity and hold this rank's part. Bloc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..model import ModelGraph
 from ..plan import Plan
-from ..shard.collectives import Axis, gather_pieces, part
+from ..shard.collectives import Axis, gather_pieces, part, start_exchange, start_sum
 from ..shard.layout import Split
 from .holdings import Box, Holding, Team, all_holdings, team_of
 from .world import World
@@ -188,7 +189,7 @@ class ParamStore:
         storage = held.leaf.untyped_storage()
         if storage.size() == 0:
             storage.resize_(held.leaf.numel() * held.leaf.element_size())
-        counter = torch.autograd._unsafe_preserve_version_counter(held.leaf)
+        counter = _unsafe_preserve_version_counter(held.leaf)
         with torch.no_grad(), counter:
             for j, piece in enumerate(pieces):
                 start = min(j * held.rows, held.local[0])
@@ -245,51 +246,73 @@ class Bucket:
         self.helds, self.axis = helds, helds[0].axis
         self.zero, self.mixed = helds[0].zero, helds[0].team.mixed
         self.steady = helds[0].steady
+        ends = list(itertools.accumulate(self._size(h) for h in helds))
+        self.size = ends[-1]
+        self.place = {
+            h.name: (end - self._size(h), end) for h, end in zip(helds, ends, strict=True)
+        }
         self.waiting: set[str] = set()
         self.flat: Tensor | None = None
         self.got: Tensor | None = None
-        self.work: Any = None
+        self.works: list[Any] = []
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(math.prod(h.local) * 4 for h in self.helds)
+    def _size(self, held: Held) -> int:
+        if self.mixed:
+            return math.prod(held.shape)
+        return held.piece if self.zero else math.prod(held.local)
+
+    def _message(self) -> Tensor:
+        """What the leaves have gathered, as one tensor; the leaves start afresh."""
+        first = self.helds[0]
+        shape = (cast(Axis, self.axis).parts, self.size) if self.zero else (self.size,)
+        flat = torch.empty(shape, dtype=first.tensor.dtype, device=first.tensor.device)
+        for held in self.helds:
+            self._write(held, flat[..., slice(*self.place[held.name])])
+        return flat
+
+    def _write(self, held: Held, target: Tensor) -> None:
+        grad = held.leaf.grad
+        held.leaf.grad = None
+        if grad is None:
+            target.zero_()
+        elif self.mixed:
+            target.zero_()
+            paste(target.view(held.shape), grad / held.holding.num_copies,
+                  held.holding.boxes(held.shape))  # fmt: skip
+        elif self.zero:
+            _copy_rows(target, grad.reshape(-1), held.piece)
+        else:
+            target.view(grad.shape).copy_(grad)
 
     def launch(self) -> None:
-        """Start summing what the leaves have gathered; leaves start afresh."""
+        """Start summing; gradients that have not arrived are zeros."""
         if self.axis is None:
             return
-        if self.mixed:
-            self.flat = torch.cat([_embedded(h).reshape(-1) for h in self.helds])
-        elif self.zero:
-            self.flat = torch.cat([_rows_matrix(h) for h in self.helds], 1)
-        else:
-            self.flat = torch.cat([_taken(h).reshape(-1) for h in self.helds])
-        for held in self.helds:
-            held.leaf.grad = None
+        flat = self.flat = self._message()
         if self.zero:
-            self.got = torch.empty_like(self.flat)
-            self.work = dist.all_to_all_single(self.got, self.flat, group=self.axis.group,
-                                               async_op=True)  # fmt: skip
+            self.got = torch.empty_like(flat)
+            self.got[self.axis.index] = flat[self.axis.index]
+            self.works = start_exchange(flat, self.got, self.axis)  # type: ignore[arg-type]
         else:
-            self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
+            self.works = start_sum(flat, self.axis)
 
     def finish(self, into: dict[str, Tensor], store: ParamStore) -> None:
         """Wait, and add the sums to `into`, in the shape of the user's parameters."""
+        self.waiting = {h.name for h in self.helds}
         if self.axis is None:
             for held in self.helds:
                 if held.leaf.grad is not None:
                     _add(into, held.name, held.leaf.grad.to(held.tensor.dtype))
                     held.leaf.grad = None
             return
-        self.work.wait()
+        for work in self.works:
+            work.wait()
         flat = cast(Tensor, self.flat if self.got is None else self.got.sum(0))
-        offset = 0
         for held in self.helds:
-            size = math.prod(held.shape if self.mixed else held.local)
-            size = held.piece if self.zero else size
-            _add(into, held.name, self._shaped(held, flat[offset : offset + size], store))
-            offset += size
-        self.flat = self.got = self.work = None
+            start, end = self.place[held.name]
+            _add(into, held.name, self._shaped(held, flat[start:end], store))
+        self.flat = self.got = None
+        self.works = []
 
     def _shaped(self, held: Held, flat: Tensor, store: ParamStore) -> Tensor:
         if self.mixed:
@@ -301,38 +324,29 @@ def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
     into[name] = grad if name not in into else into[name].add_(grad)
 
 
-def _taken(held: Held) -> Tensor:
-    """The leaf's gradient in the parameter's type; zeros where none arrived."""
-    grad = held.leaf.grad
-    if grad is None:
-        return torch.zeros(held.local, dtype=held.tensor.dtype, device=held.tensor.device)
-    return grad.to(held.tensor.dtype)
+def _copy_rows(target: Tensor, flat: Tensor, piece: int) -> None:
+    """One row per rank of the team; the last rows are padded with zeros."""
+    full, rest = divmod(flat.numel(), piece)
+    target[:full].copy_(flat[: full * piece].view(full, piece))
+    if rest:
+        target[full, :rest].copy_(flat[full * piece :])
+        target[full, rest:].zero_()
+    target[full + bool(rest) :].zero_()
 
 
-def _rows_matrix(held: Held) -> Tensor:
-    """The gradient as one row per rank of the team."""
-    parts = cast(Axis, held.axis).parts
-    flat = _taken(held).reshape(-1)
-    missing = held.piece * parts - flat.numel()
-    padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-    return padded.view(parts, held.piece)
-
-
-def _embedded(held: Held) -> Tensor:
-    """The gradient inside zeros of the full shape, divided among complete copies."""
-    full = torch.zeros(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
-    paste(full, _taken(held) / held.holding.num_copies, held.holding.boxes(held.shape))
-    return full
+def stacking_dim(boxes: list[Box], local: Tensor) -> int:
+    """The dim along which the rectangles of a part lie one after the other."""
+    sizes = [size for _, size in boxes]
+    dims = range(local.dim() if len(boxes) > 1 else 0)
+    return next((d for d in dims if sizes[0][d] != local.shape[d]
+                 and sum(s[d] for s in sizes) == local.shape[d]), 0)  # fmt: skip
 
 
 def paste(full: Tensor, local: Tensor, boxes: list[Box]) -> None:
     """Write a part into the full tensor. Boxes lie one after the other along one dim of it."""
     if not boxes:
         return
-    sizes = [box[1] for box in boxes]
-    dim = next((d for d in range(full.dim()) if len(boxes) > 1 and
-                sum(s[d] for s in sizes) == local.shape[d]
-                and sizes[0][d] != local.shape[d]), 0)  # fmt: skip
+    dim, sizes = stacking_dim(boxes, local), [size for _, size in boxes]
     pieces = local.split([s[dim] for s in sizes], dim) if len(boxes) > 1 else [local]
     for (offsets, size), piece in zip(boxes, pieces, strict=True):
         index = tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
@@ -351,7 +365,7 @@ class Reducer:
         self.last = False
         self.per_micro_batch = False
         for held in store.held.values():
-            if held.trainable and not store.graph.params[held.name].buffer:
+            if held.name in self.bucket_of and held.axis is not None:
                 held.leaf.register_post_accumulate_grad_hook(self._hook(held))
 
     def _hook(self, held: Held) -> Callable[[Tensor], None]:
@@ -372,7 +386,7 @@ class Reducer:
         if self.last and name in self.final:
             bucket = self.bucket_of[name]
             bucket.waiting.discard(name)
-            if not bucket.waiting and bucket.work is None:
+            if not bucket.waiting:
                 self._launch_ready()
 
     final: frozenset[str] = frozenset()
@@ -384,7 +398,7 @@ class Reducer:
     def _launch_ready(self) -> None:
         """Buckets start in one order on every rank."""
         for bucket in self.buckets:
-            if bucket.work is None and bucket.axis is not None:
+            if not bucket.works and bucket.axis is not None:
                 if bucket.waiting:
                     return
                 bucket.launch()
@@ -397,7 +411,7 @@ class Reducer:
         touched = {id(self.bucket_of[n]): self.bucket_of[n] for n in names if n in self.bucket_of}
         for bucket in self.buckets:
             if id(bucket) in touched and bucket.steady:
-                if bucket.work is None:
+                if not bucket.works:
                     bucket.launch()
                 bucket.finish(self.sums, self.store)
 
@@ -411,7 +425,7 @@ class Reducer:
     def launch_rest(self) -> None:
         """Start every reduction that has not started, before anything else is communicated."""
         for bucket in self._pending():
-            if bucket.work is None:
+            if not bucket.works:
                 bucket.launch()
 
     def _pending(self) -> list[Bucket]:

@@ -1,4 +1,4 @@
-"""Solve what a plan leaves open: the sharding of every block of every stage with several devices."""
+"""Solve what a plan leaves open: the sharding of every block on several devices."""
 
 from __future__ import annotations
 

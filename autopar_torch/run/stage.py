@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
@@ -36,7 +36,8 @@ class StageRunner:
     """The blocks of one stage; programs are made per number of rows, when first needed."""
 
     def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore,
-                 axes: Sequence[Axis], replicas: Axis | None, device: torch.device) -> None:  # fmt: skip
+                 axes: Sequence[Axis], replicas: Axis | None,
+                 device: torch.device) -> None:  # fmt: skip
         self.traced, self.plan, self.stage, self.store = traced, plan, stage, store
         self.axes, self.replicas, self.device = axes, replicas, device
         self.first, self.last = stage.blocks or (0, 0)
@@ -46,7 +47,7 @@ class StageRunner:
         self.leaving = {} if is_end else graph.crossing(self.last)
         self.outputs = graph.outputs if is_end else {}
         self.cells = [self._cell(i) for i in range(self.first, self.last)]
-        self.programs: dict[tuple[str, int, int], Callable[..., tuple[Tensor, ...]]] = {}
+        self.programs: dict[tuple[str, int, int], fx.GraphModule] = {}
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
 
@@ -71,7 +72,7 @@ class StageRunner:
                     tuple(block.outputs.values()), self.stage.recompute and not kind.mutates,
                     gathered)  # fmt: skip
 
-    def _program(self, index: int, rows: int) -> Callable[..., tuple[Tensor, ...]]:
+    def _program(self, index: int, rows: int) -> fx.GraphModule:
         number = self._sharding(index)
         block = self.traced.graph.blocks[self.first + index]
         key = (block.kind, number, rows)
@@ -83,6 +84,13 @@ class StageRunner:
                 defer=self.plan.schedule == "zero_bubble",
             )  # fmt: skip
         return self.programs[key]
+
+    def code(self, index: int) -> str:
+        """What a block runs on this rank, as Python."""
+        wanted = (self.traced.graph.blocks[self.first + index].kind, self._sharding(index))
+        made = [p.code for (kind, number, _), p in self.programs.items()
+                if (kind, number) == wanted]  # fmt: skip
+        return str(made[0]) if made else "(has not run yet)"
 
     def _sharding(self, index: int) -> int:
         return -1 if self.stage.shardings is None else self.stage.shardings[index]

@@ -98,8 +98,10 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
     missing = [n for n in own if n not in state]
     extra = [n for n in state if n not in own]
     if strict and (missing or extra):
-        raise CheckpointError(f"missing {missing[:5]}, unexpected {extra[:5]}",
-                              where="load_state_dict", fix="pass strict=False to ignore")  # fmt: skip
+        raise CheckpointError(
+            f"missing {missing[:5]}, unexpected {extra[:5]}", where="load_state_dict",
+            fix="pass strict=False to ignore",
+        )  # fmt: skip
     if model._plan is None or model.fallback_reason:
         return model.module.load_state_dict(state, strict)
     names = {id(t): n for n, t in model.store.tensors.items()}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .layout import PARTIAL, Split, layout_text
+from .ops import sum_cross_entropy
 from .price import Move
 
 
@@ -65,12 +66,24 @@ def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         return list(out.unbind(0))
     got = [p if j == axis.index else torch.empty_like(p, memory_format=torch.contiguous_format)
            for j, p in enumerate(pieces)]  # fmt: skip
-    others = [j for j in range(axis.parts) if j != axis.index]
-    works = [dist.irecv(got[j], axis.ranks[j], group=axis.group) for j in others]
-    works += [dist.isend(pieces[j].contiguous(), axis.ranks[j], group=axis.group) for j in others]
-    for work in works:
-        cast(Any, work).wait()
+    for work in start_exchange(pieces, got, axis):
+        work.wait()
     return got
+
+
+def start_exchange(pieces: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) -> list[Any]:
+    """Messages of an exchange under way; this rank's own piece is not moved."""
+    others = [j for j in range(axis.parts) if j != axis.index]
+    works: list[Any] = [dist.irecv(got[j], axis.ranks[j], group=axis.group) for j in others]
+    works += [dist.isend(pieces[j].contiguous(), axis.ranks[j], group=axis.group) for j in others]
+    return works
+
+
+def start_sum(x: Tensor, axis: Axis) -> list[Any]:
+    """An all-reduce under way. Gloo is quicker with several messages at once."""
+    several = dist.get_backend(axis.group) == "gloo" and x.numel() >= 2**20
+    return [dist.all_reduce(piece, group=axis.group, async_op=True)
+            for piece in x.view(-1).chunk(4 if several else 1)]  # fmt: skip
 
 
 def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
@@ -189,30 +202,9 @@ class VocabCrossEntropy(nn.Module):
         self.owner, self.ignore_index = owner, ignore_index
 
     def forward(self, logits: Tensor, target: Tensor, denominator: Tensor | None) -> Tensor:
-        total = cast(Tensor, _VocabLoss.apply(logits, target, self.owner, self.ignore_index))
+        start = self.owner.start(logits.shape[1])
+        total = sum_cross_entropy(logits, target, self.ignore_index, start, self.owner.reduce)
         return total if denominator is None else total / denominator
-
-
-class _VocabLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, owner: VocabPart, ignore: int) -> Tensor:
-        real = target != ignore
-        local = target - owner.start(logits.shape[1])
-        mine = real & (local >= 0) & (local < logits.shape[1])
-        column = torch.where(mine, local, 0)[:, None]
-        top = owner.reduce(logits.detach().amax(1), dist.ReduceOp.MAX)
-        shifted = logits - top[:, None]
-        hit = owner.reduce(shifted.gather(1, column)[:, 0].masked_fill(~mine, 0.0))
-        shifted.exp_()
-        norm = owner.reduce(shifted.sum(1))
-        ctx.save_for_backward(shifted.div_(norm[:, None]), column, mine, real)
-        return ((norm.log() - hit) * real).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        soft, column, mine, real = ctx.saved_tensors
-        soft.scatter_add_(1, column, -mine.to(soft.dtype)[:, None])  # in place: used only once
-        return soft.mul_((real * grads[0])[:, None]), None, None, None
 
 
 class _SyncNorm(torch.autograd.Function):

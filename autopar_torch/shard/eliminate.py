@@ -8,8 +8,8 @@ ones. No torch in here.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,9 @@ class Solution(NamedTuple):
     table: Array
     steps: tuple[tuple[Variable, tuple[Variable, ...], NDArray[np.int64]], ...]
 
-    def complete(self, assigned: dict[Variable, int]) -> dict[Variable, int]:
+    def complete(self, assigned: Mapping[Any, int]) -> dict[Variable, int]:
         """The best value of every variable, given the kept ones."""
-        best = dict(assigned)
+        best: dict[Variable, int] = dict(assigned)
         for variable, neighbours, choice in reversed(self.steps):
             best[variable] = int(choice[tuple(best[n] for n in neighbours)])
         return best

@@ -7,7 +7,7 @@ cut dim get their local meaning. Without a sharding (one device) the block only 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -29,6 +29,7 @@ from .rules import Op, op_name, strategies
 from .solve import Choice, Forms, combine, parse_forms
 
 aten = torch.ops.aten
+Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs
 _SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1}
 
 
@@ -36,7 +37,8 @@ class Lowering:
     """Rewrites one block; `finish` gives the module."""
 
     def __init__(self, graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis],
-                 replicas: Axis | None, rows: int, device: torch.device, defer: bool) -> None:  # fmt: skip
+                 replicas: Axis | None, rows: int, device: torch.device,
+                 defer: bool) -> None:  # fmt: skip
         self.source, self.sharding, self.axes = graph, sharding, tuple(axes)
         self.mesh = tuple(axis.parts for axis in axes)
         self.replicas, self.rows, self.device, self.defer = replicas, rows, device, defer
@@ -61,8 +63,7 @@ class Lowering:
                 self._output(node)
             else:
                 self._op(node)
-        module = fx.GraphModule(self.root, self.graph, "Block")
-        return module
+        return fx.GraphModule(self.root, self.graph, "Block")
 
     def _whole(self) -> Forms:
         return Forms((WHOLE,) * len(self.mesh), (WHOLE,) * len(self.mesh))
@@ -76,8 +77,10 @@ class Lowering:
         self.have[node] = self._form(node.name) or self._whole()
 
     def _output(self, node: fx.Node) -> None:
-        results = [self._as(value, self._form(f"y{k}") or self._whole())
-                   for k, value in enumerate(node.args[0])]  # type: ignore[arg-type]
+        results = [
+            self._as(value, self._form(f"y{k}") or self._whole())
+            for k, value in enumerate(cast(Any, node.args[0]))
+        ]
         self.graph.output(tuple(results))
 
     def _as(self, node: fx.Node, want: Forms) -> fx.Node:
@@ -128,7 +131,9 @@ class Lowering:
             self.have[node] = choice.made
         self.env[node] = self._special(node, choice, ready) or self._plain(node, choice, ready)
 
-    def _plain(self, node: fx.Node, choice: Choice | None, ready: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _plain(
+        self, node: fx.Node, choice: Choice | None, ready: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
         new = self.graph.node_copy(node, lambda n: ready[n])
         if choice is not None:
             self._localise(node, new, choice)
@@ -151,7 +156,7 @@ class Lowering:
             full = node.meta["info"].shape
             local = local_shape(full, choice.out, self.mesh)
             if name == "unflatten":
-                first = int(args[1]) % len(Op(node).shapes[0])  # type: ignore[call-overload]
+                first = int(cast(Any, args[1])) % len(Op(node).shapes[0])
                 args[2] = local[first : first + len(args[2])]  # type: ignore[arg-type]
             else:
                 args[_SIZED[name]] = local
@@ -159,7 +164,7 @@ class Lowering:
             cut = Op(node).dim(2, len(Op(node).out))
             args[1] = local_shape(Op(node).out, choice.out, self.mesh)[cut]
         elif name == "group_norm":
-            args[1] = int(args[1]) // self._cuts(choice.out, 1)  # type: ignore[call-overload]
+            args[1] = int(cast(Any, args[1])) // self._cuts(choice.out, 1)
         new.args = tuple(args)
 
     def _cuts(self, layouts: Layouts, dim: int) -> int:
@@ -180,7 +185,7 @@ class Lowering:
         return value if by == 1 else self.graph.call_function(aten.mul.Tensor, (value, 1.0 / by))
 
     def _special(self, node: fx.Node, choice: Choice | None,
-                 ready: dict[fx.Node, fx.Node]) -> fx.Node | None:  # fmt: skip
+                 ready: Ready) -> fx.Node | None:  # fmt: skip
         """Ops whose local meaning differs from running them on the pieces."""
         name = op_name(node)
         if name == "batch_norm" and node.args[5] and self.replicas is not None:
@@ -211,7 +216,7 @@ class Lowering:
         return self.graph.call_module(target, args)
 
     def _with_scaled_bias(self, node: fx.Node, choice: Choice,
-                          ready: dict[fx.Node, fx.Node]) -> fx.Node | None:  # fmt: skip
+                          ready: Ready) -> fx.Node | None:  # fmt: skip
         """Every rank adds its share of the bias, so that the sum adds it once."""
         place = _BIAS[op_name(node)]
         bias = node.args[place] if len(node.args) > place else None
@@ -220,7 +225,7 @@ class Lowering:
         shared = self._scaled(ready[bias], self._summed(choice))
         return self._plain(node, choice, {**ready, bias: shared})
 
-    def _deferred(self, node: fx.Node, ready: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    def _deferred(self, node: fx.Node, ready: Ready) -> fx.Node | None:
         weight = ready[node.args[1]]  # type: ignore[index]
         if weight.op != "placeholder" or not node.args[1].meta["info"].grad:  # type: ignore[union-attr]
             return None
@@ -252,4 +257,3 @@ def lower(graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis], *, r
     weight gradients of linears wait for their own action (zero-bubble schedules).
     """
     return Lowering(graph, sharding, axes, replicas, rows, device, defer).finish()
-

@@ -120,4 +120,3 @@ def param_costs(info: TensorInfo, prices: Prices) -> tuple[float, float]:
     """(seconds of an optimizer step, bytes of weight, gradient and two moments) of a parameter."""
     size = info.num_bytes(prices.rows)
     return 7 * size / prices.device.memory_bytes_per_s, 4.0 * size
-

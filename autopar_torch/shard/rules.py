@@ -36,7 +36,8 @@ class Op:
         self.inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
         self.shapes = [_shape(n.meta["info"]) for n in self.inputs]
         self.out = _shape(node.meta.get("info"))
-        self.args, self.kwargs = node.args, node.kwargs
+        self.args: tuple[Any, ...] = node.args
+        self.kwargs = node.kwargs
 
     def at(self, index: int, name: str = "") -> int | None:
         """Input position of an argument, None if absent or no tensor."""
@@ -136,12 +137,12 @@ def _layer_norm(op: Op) -> list[Factor]:
 
 
 def _group_norm(op: Op) -> list[Factor]:
-    affine = {k: 0 for k in range(1, len(op.inputs))}
+    affine = dict.fromkeys(range(1, len(op.inputs)), 0)
     return [Factor({0: 0}, 0), Factor({0: 1, **affine}, 1)]
 
 
 def _batch_norm(op: Op) -> list[Factor]:
-    affine = {k: 0 for k in range(1, len(op.inputs))}
+    affine = dict.fromkeys(range(1, len(op.inputs)), 0)
     channels = Factor({0: 1, **affine}, 1)
     return [channels] if op.args[5] else [Factor({0: 0}, 0), channels]
 

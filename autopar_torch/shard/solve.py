@@ -30,7 +30,15 @@ from .layout import (
     parse_layouts,
     parts_of,
 )
-from .price import FORBIDDEN, Prices, convert_seconds, num_bytes, op_costs, param_costs, reduce_seconds
+from .price import (
+    FORBIDDEN,
+    Prices,
+    convert_seconds,
+    num_bytes,
+    op_costs,
+    param_costs,
+    reduce_seconds,
+)
 from .rules import strategies
 
 
@@ -265,7 +273,7 @@ def _param_prices(problem: _Problem, info: TensorInfo, forms: list[Forms]) -> tu
 def _connect(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms]]]) -> None:
     """One reader: a table between maker and reader. Several: they share a form between them."""
     have = problem.made[node.name]
-    if len(users) == 1 or node.name.startswith(("c", "w_")) and node.op == "placeholder":
+    if len(users) == 1 or (node.name.startswith(("c", "w_")) and node.op == "placeholder"):
         for user, want in users:
             problem.tables.append(((node.name, user), problem.edge(node, have, want)))
         return
@@ -280,11 +288,11 @@ def _connect(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms
 
 def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
     """The sharding of a kind for given forms at its borders."""
-    best = table.solution.complete(dict(borders))
+    best = table.solution.complete({**borders})
     ops = {name: options[best[name]].text for name, options in table.choices.items()}
     forms = {name: options[best[name]].text for name, options in table.forms.items()}
     forms |= {slot: options[borders[slot]].text for slot, options in table.borders.items()}
-    index = tuple(borders[slot] for slot in table.solution.kept)
+    index = tuple(borders[str(slot)] for slot in table.solution.kept)
     kept = sum(float(sizes[best[name]]) for name, sizes in table.kept.items())
     seconds = float(table.solution.table[index]) - table.memory_s_per_byte * kept
     return Sharding(kind, table.mesh, ops, forms, seconds, int(kept))
@@ -321,7 +329,8 @@ def solve_chain(blocks: Sequence[Block], tables: dict[str, KindTable],
 
 
 def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple[int, ...],
-             prices: Prices, worth: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:  # fmt: skip
+             prices: Prices,
+             worth: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:  # fmt: skip
     """Shardings of a chain that are fastest for some worth of a byte: (seconds, bytes, sharding).
 
     Each is optimal for its price, so none is dominated by any other sharding: the lower convex hull

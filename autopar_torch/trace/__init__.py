@@ -87,7 +87,8 @@ def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[Piece], 
 def _prologue(flat: fx.Graph, pieces: list[Piece]) -> fx.Graph:
     """The flat graph without the nodes of the chain."""
     chain = {node for piece in pieces for node in piece.nodes}
-    graph, env = fx.Graph(), {}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
     for node in flat.nodes:
         if node not in chain and node.op != "output":
             env[node] = graph.node_copy(node, lambda n: env[n])
@@ -190,10 +191,12 @@ def _has_rows(info: Any) -> bool:
 
 def _kind(name: str, piece: Piece) -> tuple[Kind, tuple[str, ...]]:
     coupled, work, unruled, mutates = rows_and_work(piece.graph)
-    groups = [{slot: piece.infos[slot] for slot in table}
-              for table in (piece.inputs, piece.context, piece.params, piece.outputs)]  # fmt: skip
-    num_ops = len(piece.nodes)
-    return Kind(name, *groups, num_ops, work, coupled, mutates), unruled
+    inputs, context, params, outputs = (
+        {slot: piece.infos[slot] for slot in table}
+        for table in (piece.inputs, piece.context, piece.params, piece.outputs)
+    )
+    kind = Kind(name, inputs, context, params, outputs, len(piece.nodes), work, coupled, mutates)
+    return kind, unruled
 
 
 def _outputs(pieces: list[Piece], flat: fx.Graph, captured: Captured) -> dict[str, str]:

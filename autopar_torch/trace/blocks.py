@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from ..errors import TraceError
 from ..model import ROWS, TensorInfo
 from ..shard.layout import WHOLE, Layout
-from ..shard.rules import rows_dim, flops, has_rule, op_name, row_flow
+from ..shard.rules import flops, has_rule, op_name, row_flow, rows_dim
 from .capture import Source
 from .clean import _is_view, info_of, is_mutable
 
@@ -149,7 +149,8 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list
 
 def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict[fx.Node, str],
            sources: dict[str, Source]) -> Piece:  # fmt: skip
-    graph, env = fx.Graph(), {}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
     inside = set(nodes)
     outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     piece = Piece(name, nodes, graph, {}, {}, {}, {}, {}, "")
@@ -212,7 +213,8 @@ def rows_and_work(graph: fx.Graph) -> tuple[tuple[str, ...], float, tuple[str, .
 
 def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
     """The same graph for a real number of rows, on a real device."""
-    new, env = fx.Graph(), {}
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
 
     def real(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, torch.device)):

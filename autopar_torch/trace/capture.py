@@ -88,7 +88,8 @@ def first_names(model: nn.Module) -> dict[int, str]:
 
 def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
     """Every parameter and buffer once, with its further names."""
-    first, aliases = first_names(model), {}
+    first = first_names(model)
+    aliases: dict[str, list[str]] = {}
     tensors: dict[str, Tensor] = {}
     for items in (model.named_parameters, model.named_buffers):
         for name, tensor in items(remove_duplicate=False):
@@ -103,7 +104,8 @@ def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
 
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device,
-                shapes: dict[str, ParamInfo], dtype: torch.dtype | None) -> Iterator[None]:  # fmt: skip
+                shapes: dict[str, ParamInfo],
+                dtype: torch.dtype | None) -> Iterator[None]:  # fmt: skip
     """Put tensors without data in the place of parameters and buffers while tracing."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     fakes: dict[int, Tensor] = {}
@@ -164,7 +166,7 @@ def capture(
     told: list[tuple[str, ...]] = []
     flat = _Flat(model, call, loss_fn, wanted, told.append)
     flat.training = model.training
-    names = {name: first for name, first in _canonical(model)}
+    names = dict(_canonical(model))
     with _fake_state(model, mode, device, shapes, dtype), _without_cache(model):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device, dtype), strict=False)
@@ -172,7 +174,7 @@ def capture(
             raise
         except Exception as error:
             raise TraceError(
-                f"torch.export stopped: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                f"torch.export stopped: {type(error).__name__}: {_first_line(error)}",
                 where=_user_line(error),
                 fix="avoid data-dependent Python control flow in forward",
             ) from error
@@ -212,6 +214,10 @@ def _source(spec: Any, names: dict[str, str]) -> Source:
     if spec.kind == InputKind.BUFFER:
         return Source("buffer", names[name])
     return Source("const", spec.target.replace(".", "_"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def _user_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -60,7 +60,8 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any]) -> Any:
         if "wrap_with_set_grad_enabled" in str(node.target):
             env[node] = _inline(graph, node, module, env)
         elif _picks_from_region(node, env):
-            env[node] = env[node.args[0]][node.args[1]]  # getitem of an inlined region
+            region, item = cast(Any, node.args)  # getitem of an inlined region
+            env[node] = env[region][item]
         else:
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"info": _info(node.meta.get("val")), "module": _module_path(node)}
@@ -75,9 +76,9 @@ def _picks_from_region(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
 
 def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any]) -> Any:
     enabled, inner_ref, *args = node.args
-    inner = getattr(module, str(inner_ref.target))  # type: ignore[union-attr]
+    inner = getattr(module, str(cast(Any, inner_ref).target))
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-    inner_env = {p: env[a] for p, a in zip(places, args, strict=True)}
+    inner_env = {p: env[cast(fx.Node, a)] for p, a in zip(places, args, strict=True)}
     results = tuple(_copy(graph, inner, inner_env))
     return results if enabled else tuple(_detached(graph, r) for r in results)
 

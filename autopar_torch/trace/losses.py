@@ -7,7 +7,7 @@ micro-batch or of a replica is its sum over the denominator of the global batch.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._ops import OpOverload
@@ -46,15 +46,15 @@ def _reduction(node: fx.Node) -> int | None:
         return None
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.name == "reduction":
-            default = argument.default_value
-            return int(node.args[i] if len(node.args) > i else node.kwargs.get("reduction", default))  # type: ignore[arg-type]
+            given: Any = node.kwargs.get("reduction", argument.default_value)
+            return int(cast(Any, node.args[i]) if len(node.args) > i else given)
     return None
 
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
-    logits, target, weight, reduction, ignore, smoothing = [
-        *node.args, *(None, None, None, _MEAN, -100, 0.0)[len(node.args) :]
-    ]  # fmt: skip
+    defaults: tuple[Any, ...] = (None, None, None, _MEAN, -100, 0.0)
+    given: tuple[Any, ...] = node.args + defaults[len(node.args) :]
+    logits, target, weight, reduction, ignore, smoothing = given
     if reduction not in (_MEAN, _SUM) or info_of(target).shape == info_of(logits).shape:  # type: ignore[arg-type]
         return
     with graph.inserting_before(node):
