@@ -136,7 +136,7 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
         error = found
     place.together(error)
     plan = files.decode(place.agree(files.encode(plan)), Plan)
-    parallel.adopt(plan, cast(Traced, traced).graph, source())
+    parallel.adopt(plan, cast(Traced, traced), call, source())
     if place.rank == 0:
         log.info("plan: %s", plan.describe())
 

@@ -97,7 +97,7 @@ class Plan(Struct, frozen=True):
 
         def stage(replica: int, index: int) -> Stage:
             start = (replica * pp + index % pp) * tp
-            return Stage(tuple(range(start, start + tp)), None, tp_mesh, recompute)
+            return Stage(tuple(range(start, start + tp)), None, tuple(tp_mesh), recompute)
 
         replicas = tuple(
             Replica(tuple(stage(r, s) for s in range(pp * virtual)), num_micro_batches)

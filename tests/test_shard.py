@@ -121,7 +121,7 @@ def _sharding(traced: Traced, prices: Prices = GPUS, mesh: tuple[int, ...] = (8,
     blocks = traced.graph.blocks[1:-1]
     kinds = {block.kind for block in blocks}
     tables = {k: tabulate(traced.programs[k], mesh, prices) for k in kinds}
-    return solve_chain(blocks, tables, frozenset())[1]
+    return solve_chain(blocks, [tables[b.kind] for b in blocks], frozenset())[1]
 
 
 def test_the_llama_block_is_split_by_columns_rows_and_sequence_unaided(llama: Traced) -> None:
@@ -178,5 +178,6 @@ def test_a_pinned_split_that_is_illegal_is_never_chosen() -> None:
     blocks = traced.graph.blocks
     kinds = {b.kind for b in blocks}
     tables = {k: tabulate(traced.programs[k], (2,), Prices()) for k in kinds}
-    for found in solve_chain(blocks, tables, frozenset(traced.graph.outputs.values())):
+    chain = [tables[b.kind] for b in blocks]
+    for found in solve_chain(blocks, chain, frozenset(traced.graph.outputs.values())):
         assert all("S" not in text for text in found.ops.values())

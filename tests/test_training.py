@@ -17,6 +17,7 @@ import oracle
 import zoo
 from autopar_torch.errors import PlanError
 from autopar_torch.plan import Replica, Stage
+from autopar_torch.run import world
 from ranks import run_ranks
 
 TP2 = {"tp": 2}
@@ -31,6 +32,7 @@ def claims() -> dict[str, Any]:
 
 
 def check_all() -> dict[str, str]:
+    world.start()
     torch.set_num_threads(1)
     found = {}
     for name, claim in sorted(globals().items()):

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from .. import schedule as schedules
 from ..errors import RunError
-from ..model import ModelGraph
 from ..plan import Plan
 from ..trace import Traced
 from ..trace.call import Call, take_apart
-from . import checkpoint, state
+from . import checkpoint, shardings, state
 from .context import Prologue
 from .executor import Executor, Mail
 from .params import ParamStore, Reducer
@@ -29,8 +28,8 @@ Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
 class Program:
     """One traced call under the plan: this rank's stages and its prologue."""
 
-    def __init__(self, traced: Traced, model: ParallelModel) -> None:
-        plan, world, store = model.plan, model.world, model.store
+    def __init__(self, traced: Traced, plan: Plan, model: ParallelModel) -> None:
+        world, store = model.world, model.store
         self.traced = traced
         self.stages: dict[int, StageRunner] = {}
         replica = plan.replicas[model.replica]
@@ -83,9 +82,10 @@ class ParallelModel(nn.Module):
                            fix="pass example_inputs= to parallelize")  # fmt: skip
         return self._plan
 
-    def adopt(self, plan: Plan, graph: ModelGraph,
+    def adopt(self, plan: Plan, traced: Traced, call: Call,
               source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
+        graph = traced.graph
         self._plan, self.graph = plan, graph
         self.replica = next(r for r, rep in enumerate(plan.replicas)
                             if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
@@ -98,6 +98,7 @@ class ParallelModel(nn.Module):
                   for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
         self.reducer = Reducer(self.store, blocks)
         self.buffers_by_name = dict(self.module.named_buffers())
+        self._programs[(call.key, True)] = Program(traced, plan, self)
 
     def replica_axis(self, stage: int) -> Any:
         """The ranks that have this rank's place in the other replicas."""
@@ -124,7 +125,9 @@ class ParallelModel(nn.Module):
         if key not in self._programs:
             wanted = ("loss", *self.outputs) if self.training else None
             traced = cast(Any, self.retrace)(call, self.training, wanted)
-            self._programs[key] = Program(traced, self)
+            rows = max(1, call.num_rows // self.plan.num_micro_batches)
+            plan = shardings.again(self.plan, self.graph, traced, rows)
+            self._programs[key] = Program(traced, plan, self)
         return self._programs[key]
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],

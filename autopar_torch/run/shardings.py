@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..cluster import CPU_CORE, LOOPBACK
+from ..errors import PlanError
 from ..model import ModelGraph
 from ..plan import Plan, Replica, Sharding, Stage
 from ..shard.price import Prices
@@ -85,16 +86,37 @@ def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[
     if all(parts == 1 for parts in mesh):
         return [None] * len(blocks)
     graph = traced.graph
-    tables: dict[str, KindTable] = {}
-    for kind in dict.fromkeys(block.kind for block in blocks):
-        shared = frozenset(slot for b in blocks if b.kind == kind
-                           for slot, p in b.params.items() if len(graph.users(p)) > 1)  # fmt: skip
-        example = next(b for b in blocks if b.kind == kind)
-        fixed = {slot: [pins[p][mesh]] for slot, p in example.params.items()
+    tables: dict[tuple[str, str], KindTable] = {}
+    chain = []
+    for block in blocks:
+        fixed = {slot: [pins[p][mesh]] for slot, p in block.params.items()
                  if mesh in pins.get(p, {})}  # fmt: skip
-        tables[kind] = tabulate(traced.programs[kind], mesh, prices(len(mesh), rows),
-                                shared=shared, pinned=fixed)  # fmt: skip
-    return solve_chain(blocks, tables, whole)
+        key = (block.kind, " ".join(f"{slot}={forms[0].text}" for slot, forms in fixed.items()))
+        if key not in tables:
+            alike = [b for b in blocks if b.kind == block.kind]
+            shared = frozenset(slot for b in alike for slot, p in b.params.items()
+                               if len(graph.users(p)) > 1)  # fmt: skip
+            tables[key] = tabulate(traced.programs[block.kind], mesh, prices(len(mesh), rows),
+                                   shared=shared, pinned=fixed)  # fmt: skip
+        chain.append(tables[key])
+    return solve_chain(blocks, chain, whole)
+
+
+def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
+    """The plan for another trace of the same model: parameters lie as they do, ops follow."""
+    if len(traced.graph.blocks) != len(first.blocks):
+        raise PlanError(
+            f"this call of the model has {len(traced.graph.blocks)} blocks, the first one had "
+            f"{len(first.blocks)}", where="the stages' borders",
+            fix="call the model with the same inputs as in training",
+        )  # fmt: skip
+    open_stages = (
+        msgspec.structs.replace(replica, stages=tuple(
+            msgspec.structs.replace(stage, shardings=None) for stage in replica.stages))
+        for replica in plan.replicas
+    )  # fmt: skip
+    bare = msgspec.structs.replace(plan, replicas=tuple(open_stages), shardings=())
+    return complete(bare, traced, rows, pins_of(plan, first))
 
 
 def pins_of(plan: Plan, graph: ModelGraph) -> Pins:

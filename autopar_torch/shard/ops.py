@@ -92,6 +92,7 @@ class WeightQueue:
     def __exit__(self, *_: object) -> None:
         WeightQueue.active = None
 
+    @torch.no_grad()
     def flush(self) -> list[Tensor]:
         """Compute and accumulate what waits; returns the weights that got a gradient."""
         done = []

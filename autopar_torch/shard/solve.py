@@ -298,13 +298,12 @@ def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
     return Sharding(kind, table.mesh, ops, forms, seconds, int(kept))
 
 
-def solve_chain(blocks: Sequence[Block], tables: dict[str, KindTable],
+def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
                 whole: frozenset[str]) -> list[Sharding]:  # fmt: skip
     """The cheapest sharding of consecutive blocks; values in `whole` stay whole at borders."""
     sizes: dict[Variable, int] = {}
     chain: list[Table] = []
-    for block in blocks:
-        table = tables[block.kind]
+    for block, table in zip(blocks, tables, strict=True):
         names = _border_names(block)
         variables = tuple(names[slot] for slot in table.borders)
         for slot, forms in table.borders.items():
@@ -316,14 +315,14 @@ def solve_chain(blocks: Sequence[Block], tables: dict[str, KindTable],
                 chain.append(((names[slot],), only))
         chain.append(_without_repeats(variables, table.solution.table))
     _, best = minimum(eliminate(sizes, chain))
-    made: dict[tuple[str, tuple[int, ...]], Sharding] = {}
+    made: dict[tuple[int, tuple[int, ...]], Sharding] = {}
     result = []
-    for block in blocks:
+    for block, table in zip(blocks, tables, strict=True):
         names = _border_names(block)
-        borders = {slot: best[names[slot]] for slot in tables[block.kind].borders}
-        key = (block.kind, tuple(borders.values()))
+        borders = {slot: best[names[slot]] for slot in table.borders}
+        key = (id(table), tuple(borders.values()))
         if key not in made:
-            made[key] = read_out(tables[block.kind], block.kind, borders)
+            made[key] = read_out(table, block.kind, borders)
         result.append(made[key])
     return result
 
@@ -341,7 +340,7 @@ def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple
         priced = prices._replace(memory_s_per_byte=price)
         kinds = dict.fromkeys(block.kind for block in blocks)
         tables = {kind: tabulate(programs[kind], mesh, priced) for kind in kinds}
-        chosen = solve_chain(blocks, tables, frozenset())
+        chosen = solve_chain(blocks, [tables[b.kind] for b in blocks], frozenset())
         key = (sum(s.cost_s for s in chosen), sum(s.kept_bytes for s in chosen))
         found.setdefault(key, chosen)
     return [(seconds, size, chosen) for (seconds, size), chosen in sorted(found.items())]
