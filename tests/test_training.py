@@ -147,6 +147,34 @@ def claim_replicas_may_take_different_shares_and_borders() -> None:
     assert max(oracle.compare("gpt2", uneven, True).values()) <= oracle.TOLERANCE
 
 
+def claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = nn.functional.dropout(torch.relu(self.a(self.norm(x))), 0.5)
+            return nn.functional.dropout(self.b(h), 0.5).square().mean()
+
+    torch.manual_seed(dist.get_rank())
+    model = ap.parallelize(Dropping(), plan=ap.Plan.uniform(**TP2))
+    opt = oracle.optimizer(model.parameters())
+    losses = _steps(model, opt, [{"x": torch.ones(4, 16)}] * 3)
+    assert len(set(losses)) == 3
+    for held in model.store.held.values():
+        if not held.holding.region:
+            assert torch.equal(_of_rank_0(held.tensor.detach()), held.tensor), held.name
+    assert torch.equal(torch.get_rng_state(), _of_rank_0(torch.get_rng_state()))
+
+
+def _of_rank_0(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.broadcast(x, 0)
+    return x
+
+
 def claim_bfloat16_keeps_float32_master_weights() -> None:
     one = zoo.build("llama")
     model = _model("llama", {"tp": 2, "precision": "bfloat16"})

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import schedule as schedules
+from .. import files, schedule as schedules
 from ..errors import RunError
 from ..plan import Plan
 from ..trace import Traced
@@ -99,6 +99,15 @@ class ParallelModel(nn.Module):
         self.reducer = Reducer(self.store, blocks)
         self.buffers_by_name = dict(self.module.named_buffers())
         self._programs[(call.key, True)] = Program(traced, plan, self)
+        self._share_random_numbers()
+
+    def _share_random_numbers(self) -> None:
+        """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
+        if self.world.size > 1:
+            seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
+            stages = self.plan.replicas[self.replica].stages
+            group = next(s.devices for s in stages if self.world.rank in s.devices)
+            torch.manual_seed((seed + min(group)) % 2**63)
 
     def replica_axis(self, stage: int) -> Any:
         """The ranks that have this rank's place in the other replicas."""

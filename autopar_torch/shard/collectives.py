@@ -261,3 +261,22 @@ class SyncBatchNorm(nn.Module):
                 running_mean.lerp_(mean.detach(), self.momentum)
                 running_var.lerp_(var.detach() * total / (total - 1), self.momentum)
         return cast(Tensor, y)
+
+
+class OwnRandom(nn.Module):
+    """A random op on one part of a value: every part draws numbers of its own.
+
+    The seed comes from the stream that the ranks of a tensor group share, so that whatever is whole
+    on each of them goes on drawing the same numbers.
+    """
+
+    def __init__(self, op: Any, place: int) -> None:
+        super().__init__()
+        self.op, self.place = op, place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        seed = int(torch.randint(2**62, ())) + self.place
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            return cast(Tensor, self.op(*args, **kwargs))

@@ -17,6 +17,7 @@ from ..plan import Sharding
 from .collectives import (
     Axis,
     Convert,
+    OwnRandom,
     SyncBatchNorm,
     VocabCrossEntropy,
     VocabEmbedding,
@@ -192,6 +193,8 @@ class Lowering:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
             module = SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
+        if choice is not None and _is_random(node) and self._place_of(choice.out) is not None:
+            return self._own_random(node, choice, ready)
         if choice is not None and name == "embedding" and PARTIAL in choice.out:
             owner = self._owner(choice.out, PARTIAL)
             pad = node.args[2] if len(node.args) > 2 else -1
@@ -204,6 +207,23 @@ class Lowering:
         if self.defer and name == "linear":
             return self._deferred(node, ready)
         return None
+
+    def _place_of(self, layouts: Layouts) -> int | None:
+        """Which part of a value this rank has; None for all of it."""
+        if not any(isinstance(layout, Split) for layout in layouts):
+            return None
+        place = 0
+        for layout, axis in zip(layouts, self.axes, strict=True):
+            place = place * axis.parts + (axis.index if isinstance(layout, Split) else 0)
+        return place
+
+    def _own_random(self, node: fx.Node, choice: Choice, ready: Ready) -> fx.Node:
+        place = self._place_of(choice.out)
+        target = self._module("own_random", OwnRandom(node.target, place or 0))
+        plain = self._plain(node, choice, ready)
+        new = self.graph.call_module(target, plain.args, plain.kwargs)
+        self.graph.erase_node(plain)
+        return new
 
     def _owner(self, layouts: Layouts, which: Layout) -> VocabPart:
         return VocabPart(tuple(a for a, x in zip(self.axes, layouts, strict=True) if x == which))
@@ -235,6 +255,13 @@ class Lowering:
 
 _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2,
          "conv_transpose1d": 2, "conv_transpose2d": 2, "conv_transpose3d": 2}  # fmt: skip
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an op draws numbers (dropout that drops nothing was removed when tracing)."""
+    if op_name(node) == "scaled_dot_product_attention":
+        return bool(Op(node).arg(4, "dropout_p", 0.0))
+    return op_name(node) in ("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
 
 
 def _verb(step: Move) -> str:
