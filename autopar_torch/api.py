@@ -138,7 +138,16 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
     plan = files.decode(place.agree(files.encode(plan)), Plan)
     parallel.adopt(plan, cast(Traced, traced), call, source())
     if place.rank == 0:
-        log.info("plan: %s", plan.describe())
+        _tell(plan)
+
+
+def _tell(plan: Plan) -> None:
+    """Say what will run, and what of it was asked for in vain."""
+    log.info("plan: %s", plan.describe())
+    for sharding in plan.shardings:
+        if not any("S" in text for text in sharding.ops.values()):
+            log.warning("%s has no dim that %s devices can share, so each computes all of it",
+                        sharding.kind, "x".join(map(str, sharding.mesh)))  # fmt: skip
 
 
 def _check_rows(plan: Plan, traced: Traced) -> None:

@@ -91,11 +91,20 @@ def reference(name: str, pad: bool, rows: int = ROWS) -> Any:
     return _REFERENCES[key]
 
 
+def _must_split(plan: ap.Plan, name: str) -> None:
+    """A plan with tensor axes has to cut parameters, else its numbers would say nothing."""
+    forms = [text for sharding in plan.shardings for slot, text in sharding.forms.items()
+             if slot.startswith("w_")]  # fmt: skip
+    if forms and sum("S" in text for text in forms) < len(forms) / 8:
+        raise AssertionError(f"hardly any parameter of {name} is split: {forms}")
+
+
 def compare(name: str, plan: ap.Plan, pad: bool, rows: int = ROWS) -> dict[str, float]:
     """Worst relative differences; the same on every rank."""
     torch.manual_seed(0)
     model = ap.parallelize(zoo.build(name), plan=plan)
     losses, norms = train(model, model.clip_grad_norm_, name, pad, rows)
+    _must_split(model.plan, name)
     state = model.state_dict()
     worst = torch.zeros(3, dtype=torch.float64)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar_torch as ap
 import oracle
 import zoo
-from autopar_torch.errors import PlanError
+from autopar_torch.errors import PlanError, ShardingError
 from autopar_torch.plan import Replica, Stage
 from autopar_torch.run import world
 from ranks import run_ranks
@@ -225,6 +225,21 @@ def claim_what_does_not_fit_is_refused_on_every_rank() -> None:
             assert words in str(error), error
         else:
             raise AssertionError(f"{degrees} was accepted")
+
+
+def claim_a_sharding_that_is_illegal_is_refused_with_the_legal_ones() -> None:
+    model = _model("gpt2", TP2)
+    model(**zoo.batch("gpt2", 4))
+    first = model.plan.shardings[1]
+    broken = msgspec.structs.replace(first, ops={**first.ops, "addmm": "S1,R,R>S1"})
+    shardings = (model.plan.shardings[0], broken, *model.plan.shardings[2:])
+    plan = msgspec.structs.replace(model.plan, shardings=shardings)
+    try:
+        ap.parallelize(zoo.build("gpt2"), plan=plan)(**zoo.batch("gpt2", 4))
+    except ShardingError as error:
+        assert "legal are" in str(error)
+    else:
+        raise AssertionError("it was accepted")
 
 
 def claim_a_checkpoint_of_one_plan_continues_under_any_other() -> None:

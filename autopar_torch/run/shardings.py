@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,12 +10,17 @@ import msgspec
 
 from ..cluster import CPU_CORE, LOOPBACK
 from ..errors import PlanError
-from ..model import ModelGraph
+from ..model import Block, ModelGraph
 from ..plan import Plan, Replica, Sharding, Stage
+from ..shard.layout import parts_of
 from ..shard.price import Prices
 from ..shard.solve import Forms, KindTable, parse_forms, solve_chain, tabulate
 from ..trace import Traced
 
+# Whoever asks for tensor parallelism wants parameters shared out: where splitting does not pay in
+# time alone (small models), a kept byte is made dearer until they are, or cannot be.
+WORTHS = (1.0, 10.0, 1e2, 1e3, 1e4, 1e5)
+SLACK = 0.25
 Pins = dict[str, dict[tuple[int, ...], Forms]]  # parameter -> mesh -> form
 
 
@@ -30,12 +36,12 @@ class _Found:
         return self.shardings.index(sharding)
 
 
-def prices(num_axes: int, rows: int) -> Prices:
+def prices(num_axes: int, rows: int, worth: float = 1.0) -> Prices:
     """What sharding decisions are made with until a profile is measured.
 
-    A byte that is kept through the step is worth what it costs to move it once.
+    A byte that is kept through the step is worth `worth` times what it costs to move it once.
     """
-    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 1.0 / LOOPBACK.bytes_per_s, rows)
+    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, worth / LOOPBACK.bytes_per_s, rows)
 
 
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None) -> Plan:
@@ -85,6 +91,16 @@ def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[
     blocks = traced.graph.blocks[first:last]
     if all(parts == 1 for parts in mesh):
         return [None] * len(blocks)
+    chosen: list[Sharding] = []
+    for worth in WORTHS:
+        chosen = _solve_chain(traced, blocks, prices(len(mesh), rows, worth), mesh, whole, pins)
+        if _shares(traced.graph, blocks, chosen) <= 1.0 / math.prod(mesh) + SLACK:
+            break
+    return chosen
+
+
+def _solve_chain(traced: Traced, blocks: Sequence[Block], priced: Prices, mesh: tuple[int, ...],
+                 whole: frozenset[str], pins: Pins) -> list[Sharding]:  # fmt: skip
     graph = traced.graph
     tables: dict[tuple[str, str], KindTable] = {}
     chain = []
@@ -96,10 +112,21 @@ def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[
             alike = [b for b in blocks if b.kind == block.kind]
             shared = frozenset(slot for b in alike for slot, p in b.params.items()
                                if len(graph.users(p)) > 1)  # fmt: skip
-            tables[key] = tabulate(traced.programs[block.kind], mesh, prices(len(mesh), rows),
-                                   shared=shared, pinned=fixed)  # fmt: skip
+            tables[key] = tabulate(traced.programs[block.kind], mesh, priced, shared=shared,
+                                   pinned=fixed)  # fmt: skip
         chain.append(tables[key])
     return solve_chain(blocks, chain, whole)
+
+
+def _shares(graph: ModelGraph, blocks: Sequence[Block], chosen: Sequence[Sharding]) -> float:
+    """Part of the parameters that one device holds."""
+    held = full = 0.0
+    for block, sharding in zip(blocks, chosen, strict=True):
+        for slot, name in block.params.items():
+            size = graph.params[name].num_elements
+            full += size
+            held += size / parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
+    return held / full if full else 0.0
 
 
 def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:

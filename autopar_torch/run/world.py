@@ -16,7 +16,7 @@ from ..plan import Stage
 from ..shard.collectives import Axis
 from .holdings import axis_ranks, place_in
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 def start() -> tuple[int, int]:

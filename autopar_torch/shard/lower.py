@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from ..errors import ShardingError
 from ..model import at_rows
 from ..plan import Sharding
 from .collectives import (
@@ -51,10 +52,19 @@ class Lowering:
         self.choices: dict[fx.Node, Choice] = {}
         if sharding is not None:
             for node, options in strategies(graph).items():
-                wanted = sharding.ops[node.name]
-                self.choices[node] = next(
-                    c for c in combine(node, options, self.mesh) if c.text == wanted
-                )
+                self.choices[node] = self._chosen(node, combine(node, options, self.mesh))
+
+    def _chosen(self, node: fx.Node, legal: list[Choice]) -> Choice:
+        """What the sharding says about an op, refused if the op cannot be split so."""
+        wanted = cast(Sharding, self.sharding).ops.get(node.name)
+        for choice in legal:
+            if choice.text == wanted:
+                return choice
+        raise ShardingError(
+            f"{node.name} cannot be split as {wanted!r} on a mesh of {self.mesh}",
+            where=f"Plan.shardings[kind={cast(Sharding, self.sharding).kind}].ops",
+            fix=f"legal are {', '.join(sorted(choice.text for choice in legal))}",
+        )
 
     def finish(self) -> fx.GraphModule:
         for node in self.source.nodes:
