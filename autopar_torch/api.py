@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -84,15 +85,9 @@ def _read_plan(plan: GivenPlan, size: int, place: world.World) -> Plan:
 
 def _chosen(plan: GivenPlan, size: int) -> Plan:
     if plan is None:
-        chosen = Plan.uniform(dp=size)
-        return cast(Any, _replace)(chosen, reason="no plan was given: equal replicas")
+        reason = "no plan was given: equal replicas"
+        return msgspec.structs.replace(Plan.uniform(dp=size), reason=reason)
     return plan if isinstance(plan, Plan) else plans.load_plan(plan)
-
-
-def _replace(plan: Plan, **changes: Any) -> Plan:
-    import msgspec
-
-    return msgspec.structs.replace(plan, **changes)
 
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -121,11 +120,10 @@ def team_of(holdings: list[Holding], rank: int) -> Team:
     mine = next(h for h in holdings if h.rank == rank)
     stages = {h.stage for h in holdings}
     alike = {(h.forms, h.mesh) for h in holdings}
-    families = Counter(h.family for h in holdings if h.stage == mine.stage)
     if len(alike) == 1 or len(stages) == 1:
         ranks = tuple(h.rank for h in holdings if h.family == mine.family)
         return Team(ranks)
-    if families and all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
+    if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
                         and not h.region and h.num_copies == 1 for h in holdings):  # fmt: skip
         return Team(tuple(h.rank for h in holdings))
     return Team(tuple(h.rank for h in holdings), True)

@@ -19,7 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, gather_pieces, part, start_exchange, start_sum
-from ..shard.layout import Split
+from ..shard.layout import Split, local_shape
 from .holdings import Box, Holding, Team, all_holdings, team_of
 from .world import World
 
@@ -101,12 +101,11 @@ class ParamStore:
             mine = next((h for h in holdings if h.rank == world.rank), None)
             if mine is not None:
                 self.held[name] = self._hold(name, mine, teams[name][world.rank])
-        self.versions: dict[str, int] = {}
 
     def _hold(self, name: str, holding: Holding, team: Team) -> Held:
         info, tensor = self.graph.params[name], self.tensors[name]
         held = Held(name, tensor, holding, team, self.world.axis(team.ranks), info.shape)
-        held.local = _local_shape(info.shape, holding)
+        held.local = tuple(local_shape(info.shape, holding.forms.value, holding.mesh))
         can_cut = held.axis is not None and not team.mixed and bool(held.local)
         held.zero = (self.plan.zero > 0 and can_cut and held.trainable and _stacked(holding)
                      and not info.buffer)  # fmt: skip
@@ -214,14 +213,6 @@ def put(tensor: Tensor, value: Tensor) -> None:
 def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _local_shape(shape: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
-    sizes = list(shape)
-    for layout, parts in zip(holding.forms.value, holding.mesh, strict=True):
-        if isinstance(layout, Split):
-            sizes[layout.dim] //= parts
-    return tuple(sizes)
 
 
 def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:

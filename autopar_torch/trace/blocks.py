@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..errors import TraceError
-from ..model import ROWS, TensorInfo
+from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout
 from ..shard.rules import flops, has_rule, op_name, row_flow, rows_dim
 from .capture import Source
@@ -217,11 +217,10 @@ def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
     env: dict[fx.Node, fx.Node] = {}
 
     def real(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, torch.device)):
-            return value
         if isinstance(value, torch.device):
             return device
-        return value // ROWS * rows if value and value % ROWS == 0 else value
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        return at_rows(value, rows) if is_size else value
 
     for node in graph.nodes:
         copy = new.node_copy(node, lambda n: env[n])
