@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import files, schedule as schedules
 from ..errors import RunError
 from ..plan import Plan
+from ..shard.holdings import axis_ranks
 from ..trace import Traced
 from ..trace.call import Call, take_apart
 from . import checkpoint, shardings, state
@@ -307,8 +308,6 @@ def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:
 
 def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Every group of the tensor axes, and of equal places in all replicas."""
-    from .holdings import axis_ranks
-
     groups = []
     for r, replica in enumerate(plan.replicas):
         for s, stage in enumerate(replica.stages):

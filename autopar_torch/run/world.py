@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import RunError
 from ..plan import Stage
 from ..shard.collectives import Axis
-from .holdings import axis_ranks, place_in
+from ..shard.holdings import axis_ranks, place_in
 
 TIMEOUT_S = 300
 

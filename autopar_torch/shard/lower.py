@@ -24,11 +24,11 @@ from .collectives import (
     VocabEmbedding,
     VocabPart,
 )
-from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, local_shape
+from .layout import PARTIAL, WHOLE, Forms, Layout, Layouts, Split, local_shape, parse_forms
 from .ops import deferred_linear
 from .price import Move, moves
 from .rules import Op, op_name, strategies
-from .solve import Choice, Forms, combine, parse_forms
+from .solve import Choice, combine
 
 aten = torch.ops.aten
 Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs

@@ -21,13 +21,12 @@ from .eliminate import Array, Solution, Table, Variable, eliminate, minimum
 from .layout import (
     PARTIAL,
     WHOLE,
+    Forms,
     Layout,
     Layouts,
     Split,
     Strategy,
     grad_layout,
-    layouts_text,
-    parse_layouts,
     parts_of,
 )
 from .price import (
@@ -40,22 +39,6 @@ from .price import (
     reduce_seconds,
 )
 from .rules import strategies
-
-
-class Forms(NamedTuple):
-    """How a value lies on every axis, forward and (its summed gradient) backward."""
-
-    value: Layouts
-    grad: Layouts
-
-    @property
-    def text(self) -> str:
-        return f"{layouts_text(self.value)}|{layouts_text(self.grad)}"
-
-
-def parse_forms(text: str) -> Forms:
-    value, _, grad = text.partition("|")
-    return Forms(parse_layouts(value), parse_layouts(grad))
 
 
 class Choice(NamedTuple):

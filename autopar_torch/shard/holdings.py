@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph
 from ..plan import Plan, Stage
-from ..shard.layout import PARTIAL, WHOLE, Layout, Split
-from ..shard.solve import Forms, parse_forms
+from .layout import PARTIAL, WHOLE, Forms, Layout, Split, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
