@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -170,12 +169,7 @@ class ParallelModel(nn.Module):
 
     def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """Rows of every micro-batch of every replica; sizes differ by one row at most."""
-        total = self.plan.num_micro_batches
-        sizes = [num_rows // total + (i < num_rows % total) for i in range(total)]
-        ends = list(itertools.accumulate(sizes))
-        spans = iter(zip([0, *ends], ends, strict=False))
-        return [[span for span in itertools.islice(spans, replica.num_micro_batches)
-                 if span[1] > span[0]] for replica in self.plan.replicas]  # fmt: skip
+        return self.plan.micro_batches(num_rows)
 
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""
