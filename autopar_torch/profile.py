@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -13,6 +14,8 @@ from . import files
 from .cluster import Cluster
 from .errors import ProfileError
 from .plan import Sharding
+
+SPLIT = "/split"  # cells whose backward is cut into input and weight parts
 
 
 class Piece(Struct, frozen=True):
@@ -32,6 +35,7 @@ class Piece(Struct, frozen=True):
     kept_bytes: float = 0.0  # what forward leaves for backward, what it returns included
     forward_bytes: float = 0.0  # most that forward needed at once
     backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
+    stash_bytes: float = 0.0  # what a backward cut in two keeps between its parts
 
 
 class Cell(Struct, frozen=True):
@@ -100,7 +104,7 @@ class Overheads(Struct, frozen=True):
     update_s_per_tensor: float = 0.0
     add_s_per_byte: float = 0.0  # adding a gradient to what is there
     copy_s_per_byte: float = 0.0  # packing a message
-    fixed_bytes: int = 0
+    fixed_bytes: float = 0.0
 
 
 class Profile(Struct, frozen=True):
@@ -116,6 +120,30 @@ class Profile(Struct, frozen=True):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)
+
+
+class CellNeed(Struct, frozen=True, dict=True):
+    """A cell that some plan runs."""
+
+    kind: str
+    sharding: Sharding | None
+    rows: int
+    split: bool = False  # backward cut into input and weight parts
+
+    @cached_property
+    def key(self) -> str:
+        return sharding_key(self.sharding) + (SPLIT if self.split else "")
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.key, self.rows))
+
+
+class CurveNeed(Struct, frozen=True):
+    """A communication that some plan uses."""
+
+    op: str
+    ranks: tuple[int, ...]
+    num_bytes: float
 
 
 class Lookup:

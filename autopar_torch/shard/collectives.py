@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .layout import PARTIAL, Split, layout_text
 from .ops import sum_cross_entropy
 from .price import Move
+from .watch import heard
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ def join(pieces: Sequence[Tensor], split: Split) -> Tensor:
     return torch.cat(opened, split.dim + 1).flatten(split.dim, split.dim + 1)
 
 
+@heard
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     y = x.contiguous().clone()
     dist.all_reduce(y, group=axis.group)
     return y
 
 
+@heard
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     """The pieces of all ranks. Gloo's own all-gather is slower than sending to each."""
     x = x.contiguous()
@@ -57,6 +60,7 @@ def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     return exchange([x] * axis.parts, axis)
 
 
+@heard
 def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Piece j goes to rank j; what comes back is from rank j at place j. All of one shape."""
     if dist.get_backend(axis.group) != "gloo":
@@ -168,6 +172,7 @@ class VocabPart:
             index = index * axis.parts + axis.index
         return index * size
 
+    @heard
     def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         for axis in self.axes:
             dist.all_reduce(x, op, group=axis.group)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from ..model import Block, ModelGraph, TensorInfo
 from ..plan import Plan, Sharding, Stage
-from ..profile import Lookup, Piece, sharding_key
+from ..profile import SPLIT, Lookup, Piece, sharding_key
 from ..shard.holdings import all_holdings
 from ..shard.layout import local_shape, parse_forms
 from ..shard.reduction import Share, buckets_of, shares_of
 
-SPLIT = "/split"  # cells whose backward is cut into input and weight parts
 _ITEM_BYTES = {"float64": 8, "bfloat16": 2, "float16": 2}
 
 
@@ -43,6 +42,7 @@ class BlockWork:
     kept_bytes: float
     forward_bytes: float
     backward_bytes: float
+    stash_bytes: float
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ def block_work(piece: Piece, gather: Work, recompute: bool) -> BlockWork:
         kept_bytes=piece.out_bytes if recompute else piece.kept_bytes,
         forward_bytes=piece.forward_bytes,
         backward_bytes=piece.backward_bytes + (piece.kept_bytes if recompute else 0.0),
+        stash_bytes=piece.stash_bytes,
     )
 
 

@@ -57,7 +57,7 @@ def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]],
     own = [next(iter(by_rows.values())) for by_rows in per_stage.values()]
     owned = sum(cost.owned_bytes for cost in own)
     fixed = Memory(params=int(sum(c.param_bytes for c in own)), optimizer=int(states * owned),
-                   fixed=costs.profile.profile.overheads.fixed_bytes)  # fmt: skip
+                   fixed=int(costs.profile.profile.overheads.fixed_bytes))  # fmt: skip
     peak = Peak(fixed)
     kept = grads = 0.0
     started: set[int] = set()
