@@ -116,6 +116,7 @@ class Profile(Struct, frozen=True):
     overheads: Overheads = Overheads()
     fingerprint: str = ""
     spread: float = 0.0  # median relative spread of what was measured
+    assumed: bool = False  # what was not measured is taken from the cluster's datasheets
     notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:

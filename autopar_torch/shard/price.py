@@ -13,7 +13,7 @@ from .layout import PARTIAL, WHOLE, Layout, Layouts, Split
 from .rules import flops, op_name
 
 FORBIDDEN = 1e6
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute",
+VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute",
           "t", "expand", "slice", "select", "getitem", "split", "chunk", "detach", "alias",
           "contiguous"}  # fmt: skip
 
@@ -103,17 +103,23 @@ def num_bytes(info: TensorInfo | tuple[TensorInfo, ...], rows: int) -> int:
     return sum(i.num_bytes(rows) for i in infos if i is not None)
 
 
-def op_costs(node: fx.Node, prices: Prices) -> tuple[float, float]:
-    """(seconds forward and backward, bytes kept for backward) of an op that is not split."""
-    if op_name(node) in _VIEWS:
-        return 0.0, 0.0
-    rows = prices.rows
+def op_seconds(node: fx.Node, prices: Prices, share: int = 1) -> float:
+    """Seconds of one op forward, on a device that does its `share`-th part."""
+    if op_name(node) in VIEWS or node.meta["info"] is None:
+        return 0.0
+    rows, device = prices.rows, prices.device
     work = flops(node)
     work = work / ROWS * rows if work >= ROWS else work
-    out = num_bytes(node.meta["info"], rows)
-    touched = out + sum(num_bytes(n.meta["info"], rows) for n in node.all_input_nodes)
-    seconds = 3 * max(work / prices.device.flops_per_s, touched / prices.device.memory_bytes_per_s)
-    return seconds, float(out)
+    touched = num_bytes(node.meta["info"], rows)
+    touched += sum(num_bytes(n.meta["info"], rows) for n in node.all_input_nodes)
+    return max(device.matmul_seconds(work / share), device.memory_seconds(touched / share))
+
+
+def op_costs(node: fx.Node, prices: Prices) -> tuple[float, float]:
+    """(seconds forward and backward, bytes kept for backward) of an op that is not split."""
+    if op_name(node) in VIEWS:
+        return 0.0, 0.0
+    return 3 * op_seconds(node, prices), float(num_bytes(node.meta["info"], prices.rows))
 
 
 def param_costs(info: TensorInfo, prices: Prices) -> tuple[float, float]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import Lookup, Profile
+from ..profile import Profile
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
+from .network import lookup
 from .tasks import StepTasks
 
 
 def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
              start_s: float = 0.0) -> Timeline:  # fmt: skip
     """One step of `num_rows` rows, starting `start_s` into the cluster's changes."""
-    costs = Costs(plan, graph, Lookup(profile))
+    costs = Costs(plan, graph, lookup(profile))
     tasks = StepTasks(costs, num_rows).build()
     times = fluid.run(tasks, capacities(profile.cluster, start_s))
     spans = tuple(

@@ -8,6 +8,7 @@ from .. import schedule as schedules
 from ..plan import Replica
 from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
+from . import formula
 from .costs import BlockWork, Bucket, Costs, RankCost, Work
 from .fluid import Task
 
@@ -15,7 +16,7 @@ _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 
 def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> schedules.Schedule:
-    return schedules.build(costs.plan.schedule, replica.position_of, num_micro_batches)
+    return formula.built(costs.plan.schedule, replica.position_of, num_micro_batches)
 
 
 class StepTasks:

@@ -1,26 +1,18 @@
-"""The closed formula: when each action of a schedule ends if nobody shares anything.
-
-One pass over the action lists, in max-plus arithmetic. Durations may be arrays: many candidates
-with the same schedule are then walked together.
-"""
+"""When each position of a schedule ends if nobody shares anything: one pass over its lists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..schedule import Action, Op, Schedule
 
-Seconds = NDArray[np.float64]
-Durations = Callable[[Action], Seconds]
+_RECEIVES, _SENDS = (Op.RECV_F, Op.RECV_B), (Op.SEND_F, Op.SEND_B)
 
 
-def walk(schedule: Schedule, seconds: Durations) -> list[Seconds]:
+def walk(schedule: Schedule, seconds: Callable[[Action], float]) -> list[float]:
     """The end of every position's list. `seconds` of a send is the time its message takes."""
-    clock: list[Seconds] = [np.zeros(()) for _ in schedule.actions]
-    arrives: dict[Action, Seconds] = {}
+    clock = [0.0] * len(schedule.actions)
+    arrives: dict[Action, float] = {}
     index = [0] * len(clock)
     moved = True
     while moved:
@@ -28,15 +20,15 @@ def walk(schedule: Schedule, seconds: Durations) -> list[Seconds]:
         for position, lane in enumerate(schedule.actions):
             while index[position] < len(lane):
                 action = lane[index[position]]
-                if action.op in (Op.RECV_F, Op.RECV_B):
+                if action.op in _RECEIVES:
                     sent = arrives.pop(action.other_end(), None)
                     if sent is None:
                         break
-                    clock[position] = np.maximum(clock[position], sent)
-                elif action.op in (Op.SEND_F, Op.SEND_B):
+                    clock[position] = max(clock[position], sent)
+                elif action.op in _SENDS:
                     arrives[action] = clock[position] + seconds(action)
                 else:
-                    clock[position] = clock[position] + seconds(action)
+                    clock[position] += seconds(action)
                 index[position] += 1
                 moved = True
     return clock
