@@ -64,7 +64,7 @@ class Runner:
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    counted: Counted = Counted((0, 0, 0, 0), 0, 0, 0, False)
+    counted: Counted | None = None
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -137,7 +137,8 @@ class Blocks:
 
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
-            self.pieces[runner.need] = _bytes(runner.counted, count)
+            if runner.counted is not None:
+                self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
         for runner in self.runners:

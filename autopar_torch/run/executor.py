@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plan import Replica
-from ..schedule import Action, Op, Schedule
+from ..schedule import Action, Op, Schedule, acknowledged
 from .params import Reducer
 from .stage import StageRunner, Values
 
@@ -23,7 +23,7 @@ class Mail:
 
     def __init__(self, rank: int, replica: Replica, device: torch.device) -> None:
         self.rank, self.replica, self.device = rank, replica, device
-        self.sent: list[tuple[Any, Tensor]] = []
+        self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.posted: dict[Action, tuple[list[Any], Values]] = {}
         self.tagged = dist.is_initialized() and dist.get_backend() == "gloo"
 
@@ -43,7 +43,7 @@ class Mail:
             for k, value in enumerate(values.values()):
                 data = value.contiguous()
                 work = dist.isend(data, rank, tag=self._tag(other, action, k))
-                self.sent.append((work, data))
+                self.sent.setdefault(action, []).append((work, data))
 
     def post(self, action: Action, other: int, empty: Callable[[], Values]) -> None:
         """Have the values of a receive written as soon as they come."""
@@ -60,10 +60,14 @@ class Mail:
             cast(Any, work).wait()
         return values
 
+    def let_go(self, arrived: Iterable[Action]) -> None:
+        """Free what was sent, once it is known to have come."""
+        for action in arrived:
+            for work, _ in self.sent.pop(action, []):
+                work.wait()
+
     def finish(self) -> None:
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
+        self.let_go(list(self.sent))
 
     def _tag(self, receiver: int, action: Action, k: int) -> int:
         if not self.tagged:
@@ -86,6 +90,7 @@ class Executor:
         """Micro-batch -> outputs, on the ranks of the last stage."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
+        self.acknowledged = acknowledged(schedule)
         self.lasts = _last_backwards(actions)
         for index, action in enumerate(actions):
             self._look_ahead(actions, index)
@@ -118,6 +123,7 @@ class Executor:
             case Op.RECV_F | Op.RECV_B:
                 self.context(stage, mb)  # while the message is on its way
                 self.values[stage, "F" if op is Op.RECV_F else "B", mb] = self.mail.take(action)
+                self.mail.let_go(self.acknowledged.get(action, ()))
             case Op.SEND_F:
                 self.mail.send(action, stage + 1, self.values.pop((stage + 1, "F", mb)))
             case Op.SEND_B:
