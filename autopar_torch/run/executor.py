@@ -12,6 +12,7 @@ from torch import Tensor
 from ..plan import Replica
 from ..schedule import Action, Op, Schedule, acknowledged
 from .params import Reducer
+from .record import SILENT, Recorder, Silent
 from .stage import StageRunner, Values
 
 Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
@@ -80,8 +81,9 @@ class Executor:
     """One step of one rank's action list."""
 
     def __init__(self, stages: dict[int, StageRunner], replica: Replica, mail: Mail,
-                 reducer: Reducer | None) -> None:  # fmt: skip
+                 reducer: Reducer | None, recorder: Recorder | Silent) -> None:  # fmt: skip
         self.stages, self.replica, self.mail, self.reducer = stages, replica, mail, reducer
+        self.recorder = recorder
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
         self.results: dict[int, Values] = {}
 
@@ -94,9 +96,19 @@ class Executor:
         self.lasts = _last_backwards(actions)
         for index, action in enumerate(actions):
             self._look_ahead(actions, index)
-            self._do(action)
-        self.mail.finish()
+            if self.recorder is SILENT:
+                self._do(action)
+            else:
+                self._recorded(action)
+        with self.recorder.exchanging("sent"):
+            self.mail.finish()
         return self.results
+
+    def _recorded(self, action: Action) -> None:
+        receives = action.op in (Op.RECV_F, Op.RECV_B)
+        span = self.recorder.exchanging if receives else self.recorder.computing
+        with span(str(action)):
+            self._do(action)
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
         """Post the receives that follow before the computation that comes first."""
