@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
 from ..profile import Cell, CellNeed, Piece
@@ -71,8 +72,13 @@ class Runner:
         return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
 
     def forward(self) -> None:
-        self.outputs, sample = sampled(lambda: self.module(*self.args))
+        self.outputs, sample = sampled(self._run)
         self.samples.setdefault("forward", []).append(sample)
+
+    def _run(self) -> tuple[Any, ...]:
+        if self.need.again:
+            return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
+        return self.module(*self.args)
 
     def backward(self) -> None:
         ends = [y for y in self.outputs if isinstance(y, Tensor) and y.requires_grad]
@@ -108,6 +114,7 @@ class Blocks:
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
                  context: dict[str, Any], device: torch.device) -> None:  # fmt: skip
         self.active = axes is not None
+        self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
@@ -170,6 +177,20 @@ class Blocks:
         ratios = [sum(s.wall_s - s.comm_s for s in ran) / sum(s.core_s for s in ran)
                   for ran in rounds]  # fmt: skip
         return median(ratios) if ratios else 1.0
+
+    def jitter(self) -> tuple[list[float], list[float]]:
+        """(factors of whole rounds, factors of single runs beside their round)."""
+        own = [s for r in self.runners for s in r.samples.values()]
+        count = min((len(samples) for samples in own), default=0)
+        if not count:
+            return [], []
+        typical = [median([s.wall_s - s.comm_s for s in samples]) for samples in own]
+        totals = [sum(s[k].wall_s - s[k].comm_s for s in own) for k in range(count)]
+        rounds = [total / max(median(totals), 1e-9) for total in totals]
+        single = [(s[k].wall_s - s[k].comm_s) / max(m * rounds[k], 1e-9)
+                  for s, m in zip(own, typical, strict=True) for k in range(count)
+                  if m > sum(typical) / len(typical) / 4]  # fmt: skip
+        return rounds, single
 
     def spread(self) -> float:
         """The largest spread of a cell that matters: those of at least a millisecond."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo
-from ..profile import SPLIT, Lookup, Piece, sharding_key
+from ..profile import AGAIN, SPLIT, Lookup, Piece, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from .space import Option
 
@@ -68,13 +68,15 @@ class Tables:
         key = (option, rows, split, recompute)
         if key not in self._blocks:
             programs, which = self._keys[option]
-            suffix = SPLIT if split else ""
-            pieces = [self.profile.piece(kind, own + suffix, rows) for kind, own in programs]
-            mutates = [self.graph.kinds[kind].mutates for kind, _ in programs]
-            columns = [_column(p, recompute and not m)
-                       for p, m in zip(pieces, mutates, strict=True)]  # fmt: skip
+            columns = [_column(self._piece(kind, own, rows, split, recompute))
+                       for kind, own in programs]  # fmt: skip
             self._blocks[key] = Blocks(*np.array(columns).T[:, which])
         return self._blocks[key]
+
+    def _piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
+        again = recompute and not self.graph.kinds[kind].mutates
+        key = own + (SPLIT if split else "") + (AGAIN if again else "")
+        return self.profile.piece(kind, key, rows)
 
     def params(self, option: int) -> Params:
         """A parameter that several blocks share counts where it is used first."""
@@ -141,18 +143,14 @@ class Tables:
         return ahead, back
 
 
-def _column(piece: Piece, recompute: bool) -> list[float]:
-    forward = piece.forward_s + piece.comm_forward_s
-    again = forward if recompute else 0.0
-    kept = piece.out_bytes if recompute else piece.kept_bytes
-    working = max(piece.forward_bytes, piece.backward_bytes)
+def _column(piece: Piece) -> list[float]:
     return [
-        forward,
-        piece.backward_s + piece.comm_backward_s + again,
-        piece.input_s + piece.comm_backward_s + again,
+        piece.forward_s + piece.comm_forward_s,
+        piece.backward_s + piece.comm_backward_s,
+        piece.input_s + piece.comm_backward_s,
         piece.weight_s,
-        kept,
-        working + (piece.kept_bytes if recompute else 0.0),
+        piece.kept_bytes,
+        max(piece.forward_bytes, piece.backward_bytes),
         piece.out_bytes,
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from .. import schedule as schedules
@@ -22,7 +23,11 @@ def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> sched
 class StepTasks:
     """Tasks of one training step; `tasks` is complete after `build`."""
 
-    def __init__(self, costs: Costs, num_rows: int) -> None:
+    def __init__(self, costs: Costs, num_rows: int, draw: random.Random | None = None) -> None:
+        """With `draw`, computing times vary as they were seen to vary."""
+        self.draw, self.jitter = draw, costs.profile.profile.jitter
+        self.pace = {rank: draw.choice(self.jitter.rank) if draw else 1.0
+                     for rank in costs.plan.devices}  # fmt: skip
         self.costs, self.cluster = costs, costs.profile.profile.cluster
         self.overheads = costs.profile.profile.overheads
         self.rows = costs.plan.micro_batches(num_rows)
@@ -146,14 +151,18 @@ class StepTasks:
         cost = self.costs.stage(index, action.stage, rows)
         stage, name, what = replica.stages[action.stage], str(action), _PART[action.op]
         blocks = range(*(stage.blocks or (0, 0)))
-        groups = [[b] for b in reversed(blocks)] if final else [list(blocks)]
+        apart = final or self.costs.plan.zero == 3
+        order = blocks if action.op is Op.F else list(reversed(blocks))
+        groups = [[b] for b in order] if apart else [list(order)]
         self._before(cost.ranks, action, name)
         for group in groups:
             for rank_cost in cost.ranks:
                 works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
-                self._compute(rank_cost.rank, name, sum(w.compute_s for w in works))
+                self._compute(rank_cost.rank, name, self._varied(rank_cost.rank, works))
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
                         self._tensor_core(stage.devices))  # fmt: skip
+            if final and self.costs.plan.zero == 3:
+                self._sum_now(cost.ranks, group[0])
             if final:
                 self.ended |= {(rank, group[0]): self.last[rank] for rank in stage.devices
                                if rank in self.last}  # fmt: skip
@@ -161,14 +170,22 @@ class StepTasks:
         if action.op in (Op.B, Op.W) and not final and self.costs.plan.zero >= 2:
             self._sum_now(cost.ranks)
 
-    def _sum_now(self, ranks: Sequence[RankCost]) -> None:
-        """ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next.
+    def _varied(self, rank: int, works: Sequence[Work]) -> float:
+        if self.draw is None:
+            return sum(w.compute_s for w in works)
+        pick, factors = self.draw.choice, self.jitter.block
+        return self.pace[rank] * sum(w.compute_s * pick(factors) for w in works)
 
+    def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
+        """Sums that this rank waits for: of all buckets, or of those complete with a block.
+
+        ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
+        two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.
         All replicas do this at the same point, so one of them stands for the team.
         """
         for cost in ranks:
             for bucket in cost.buckets:
-                if bucket.op == "scatter":
+                if bucket.op == "scatter" and block in (None, bucket.block):
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     packing = bucket.num_bytes * self.overheads.copy_s_per_byte
                     seconds = curve.seconds(bucket.num_bytes) + packing
@@ -193,7 +210,8 @@ class StepTasks:
         streams: dict[int, int] = {}
         for cost in self._all_ranks():
             for bucket in cost.buckets:
-                if len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
+                done = bucket.op == "scatter" and self.costs.plan.zero == 3
+                if done or len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
                     continue
                 self._bucket(bucket, streams)
 
