@@ -20,20 +20,13 @@ from ..shard.ops import WeightQueue
 from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
+from .samples import Sample, jitter, scales, seconds
 from .stats import median, spread
 
 PHASES = ("forward", "backward", "weight")
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
-
-
-class Sample(NamedTuple):
-    """One run: on the clock, on this thread's core, and exchanging."""
-
-    wall_s: float
-    core_s: float
-    comm_s: float
 
 
 def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
@@ -152,65 +145,31 @@ class Blocks:
             runner.samples.clear()
 
     def result(self, ranks_per_core: int) -> dict[CellNeed, Piece]:
+        scale = scales(self._columns, ranks_per_core, self.exchanges)
         found = {}
-        stretch = 1.0 if ranks_per_core > 1 else self._stretch()
         for need in {r.need for r in self.runners}:
             runs = [r.samples for r in self.runners if r.need == need]
-            phases = {name: _alone([s for r in runs for s in r.get(name, [])], ranks_per_core,
-                                   stretch) for name in PHASES}  # fmt: skip
-            forward, backward, weight = (phases[name] for name in PHASES)
-            whole = backward[0] + weight[0]
-            sizes = self.pieces.get(need, {})
-            found[need] = Piece(need.rows, forward[0], whole, backward[0] if need.split else 0.0,
-                                weight[0], forward[1], backward[1], **sizes)  # fmt: skip
+            forward, backward, weight = (
+                seconds([s for run in runs for s in run.get(name, [])], scale) for name in PHASES
+            )
+            found[need] = Piece(
+                need.rows, forward[0], backward[0] + weight[0], backward[0] if need.split else 0.0,
+                weight[0], forward[1], backward[1], **self.pieces.get(need, {}),
+            )  # fmt: skip
         return found
 
-    def _stretch(self) -> float:
-        """Seconds on the clock per second on the core, over whole rounds.
-
-        A core that is shared or throttled stops for milliseconds, seldom within a short block: only
-        all blocks together show how much of it this rank has.
-        """
-        own = [s for r in self.runners for s in r.samples.values()]
-        count = min((len(samples) for samples in own), default=0)
-        rounds = [[samples[k] for samples in own] for k in range(count)]
-        ratios = [sum(s.wall_s - s.comm_s for s in ran) / sum(s.core_s for s in ran)
-                  for ran in rounds]  # fmt: skip
-        return median(ratios) if ratios else 1.0
+    @property
+    def _columns(self) -> list[list[Sample]]:
+        return [samples for runner in self.runners for samples in runner.samples.values()]
 
     def jitter(self) -> tuple[list[float], list[float]]:
-        """(factors of whole rounds, factors of single runs beside their round)."""
-        own = [s for r in self.runners for s in r.samples.values()]
-        count = min((len(samples) for samples in own), default=0)
-        if not count:
-            return [], []
-        typical = [median([s.wall_s - s.comm_s for s in samples]) for samples in own]
-        totals = [sum(s[k].wall_s - s[k].comm_s for s in own) for k in range(count)]
-        rounds = [total / max(median(totals), 1e-9) for total in totals]
-        single = [(s[k].wall_s - s[k].comm_s) / max(m * rounds[k], 1e-9)
-                  for s, m in zip(own, typical, strict=True) for k in range(count)
-                  if m > sum(typical) / len(typical) / 4]  # fmt: skip
-        return rounds, single
+        return jitter(self._columns)
 
     def spread(self) -> float:
         """The largest spread of a cell that matters: those of at least a millisecond."""
         found = [spread([s.wall_s for s in r.samples.get("forward", [])]) for r in self.first
                  if median([s.wall_s for s in r.samples["forward"]]) > 1e-3]  # fmt: skip
         return max(found, default=0.0)
-
-
-def _alone(samples: Sequence[Sample], ranks_per_core: int,
-           stretch: float) -> tuple[float, float]:  # fmt: skip
-    """(seconds of computing alone on a core, seconds of exchange)."""
-    if not samples:
-        return 0.0, 0.0
-    comm = median([s.comm_s for s in samples])
-    if torch.cuda.is_available():
-        return median([s.wall_s - s.comm_s for s in samples]), comm
-    core = median([s.core_s for s in samples])
-    if ranks_per_core > 1 and comm:
-        comm = max(0.0, median([s.wall_s for s in samples]) - ranks_per_core * core)
-    return core * stretch, comm
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],

@@ -12,6 +12,10 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
+
+
 def spread(values: Sequence[float]) -> float:
     """Distance of the quartiles over the median; 0 for a single value."""
     if len(values) < 4 or not statistics.median(values):
