@@ -184,18 +184,23 @@ def _first_key(sides: dict[str, Side]) -> str:
 # --- the cases ------------------------------------------------------------------------------
 
 
+def launch(command: list[str], world: int, bits_per_s: float) -> None:
+    """Start the ranks: on this machine, or on emulated nodes with links of that speed."""
+    if bits_per_s:
+        from emulate import run_in_lab
+
+        run_in_lab(command, world, bits_per_s)
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = ["torchrun", "--standalone", "--nproc-per-node", str(world), *command[1:]]
+    subprocess.run(started, env=environment, check=True, timeout=1500)
+
+
 def run_case(model: str, world: int, network: str, rounds: int, names: list[str],
              out: Path) -> list[dict[str, Any]]:  # fmt: skip
     command = [sys.executable, __file__, "--rank-main", model, "--rounds", str(rounds),
                "--out", str(out), *(f"--plan={name}" for name in names)]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if NETWORKS[network]:
-        from emulate import run_in_lab
-
-        run_in_lab(command, world, NETWORKS[network])
-    else:
-        launch = ["torchrun", "--standalone", "--nproc-per-node", str(world), *command[1:]]
-        subprocess.run(launch, env=environment, check=True, timeout=1500)
+    launch(command, world, NETWORKS[network])
     rows: list[dict[str, Any]] = json.loads(out.read_text())
     for row in rows:
         row |= {"model": model, "world": world, "network": network,
@@ -205,6 +210,7 @@ def run_case(model: str, world: int, network: str, rounds: int, names: list[str]
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
     """Spearman."""
+
     def places(values: list[float]) -> list[float]:
         order = sorted(range(len(values)), key=values.__getitem__)
         return [float(order.index(i)) for i in range(len(values))]
@@ -237,8 +243,8 @@ def figures(rows: list[dict[str, Any]]) -> tuple[str, bool]:
              for key, own in groups.items()}  # fmt: skip
     models = {row["model"] for row in rows}
     by_model = {m: statistics.mean(v for k, v in ranks.items() if k[0] == m) for m in models}
-    memory = [abs(p / m - 1) for row in rows
-              for p, m in zip(row["predicted_bytes"], row["measured_bytes"], strict=True)]  # fmt: skip
+    pairs = (zip(r["predicted_bytes"], r["measured_bytes"], strict=True) for r in rows)
+    memory = [abs(predicted / measured - 1) for ranks in pairs for predicted, measured in ranks]
     low, high = interval(accuracy)
     noise = statistics.mean(row["noise"] for row in rows)
     correlations = ", ".join(f"{m} {v:.3f}" for m, v in sorted(by_model.items()))

@@ -1,4 +1,4 @@
-"""Run a command on emulated nodes: one rank each, links of a given speed, equal shares of the cores.
+"""Run a command on emulated nodes: one rank each, links of a given speed, equal shares of cores.
 
 Needs what tests/netlab needs (Linux, root).
 """
