@@ -92,9 +92,7 @@ seconds = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.3])
 
 @given(st.integers(2, 6), st.integers(1, 9), st.data())
 @settings(deadline=None)
-def test_the_formula_of_1f1b_is_what_its_action_lists_give(
-    p: int, m: int, data: st.DataObject
-) -> None:
+def test_the_formula_of_1f1b_is_what_its_lists_give(p: int, m: int, data: st.DataObject) -> None:
     columns = [data.draw(st.lists(seconds, min_size=p, max_size=p)) for _ in range(6)]
     pipe = formula.Pipeline(*columns)
     work = {Op.F: pipe.forward, Op.B: pipe.backward, Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}
