@@ -18,8 +18,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..model import ModelGraph
 from ..plan import Plan
-from ..shard.collectives import Axis, gather_pieces, part, start_exchange, start_sum
-from ..shard.layout import Split, local_shape
+from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
+from ..shard.layout import local_shape
+from ..shard.parts import part
 from .holdings import Box, Holding, Team, all_holdings, team_of
 from .world import World
 
@@ -77,8 +78,7 @@ class Held:
 
 def _stacked(holding: Holding) -> bool:
     """Whether the boxes of a part lie one after the other along dim 0."""
-    cuts = [x for x in holding.forms.value if isinstance(x, Split)]
-    return all(x.outer == 1 or x.dim == 0 for x in cuts)
+    return all(cut.split.outer == 1 or cut.split.dim == 0 for cut in holding.cuts)
 
 
 class ParamStore:
@@ -120,10 +120,9 @@ class ParamStore:
 
     def cut(self, held: Held, full: Tensor) -> Tensor:
         """This rank's part of a full tensor, a copy."""
-        value, holding = full, held.holding
-        for layout, parts, i in zip(holding.forms.value, holding.mesh, holding.place, strict=True):
-            if isinstance(layout, Split):
-                value = part(value, layout, parts, i)
+        value = full
+        for cut in held.holding.cuts:
+            value = part(value, cut)
         if held.zero:
             start, end = held.own_rows()
             value = value[start:end]

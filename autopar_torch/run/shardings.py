@@ -14,7 +14,7 @@ from ..model import Block, ModelGraph
 from ..plan import Plan, Replica, Sharding, Stage
 from ..shard.layout import parts_of
 from ..shard.price import Prices
-from ..shard.solve import Forms, KindTable, parse_forms, solve_chain, tabulate
+from ..shard.solve import Forms, KindTable, Spatial, parse_forms, solve_chain, tabulate
 from ..trace import Traced
 
 # Whoever asks for tensor parallelism wants parameters shared out: where splitting does not pay in
@@ -44,7 +44,8 @@ def prices(num_axes: int, rows: int, worth: float = 1.0) -> Prices:
     return Prices(CPU_CORE, (LOOPBACK,) * num_axes, worth / LOOPBACK.bytes_per_s, rows)
 
 
-def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None) -> Plan:
+def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
+             spatial: Spatial = "free") -> Plan:  # fmt: skip
     """The plan with a sharding for every block on several devices; given ones are kept."""
     found = _Found(list(plan.shardings))
     replicas = []
@@ -54,7 +55,7 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None) ->
             if len(group) == len(stages) and all(s.shardings is not None for s in stages):
                 continue
             solved = _solve(traced, [stages[s] for s in group], rows, _whole_values(
-                traced.graph, replica, group), pins or {})  # fmt: skip
+                traced.graph, replica, group), pins or {}, spatial)  # fmt: skip
             numbers = iter([-1 if s is None else found.index(s) for s in solved])
             for s in group:
                 first, last = stages[s].blocks or (0, 0)
@@ -85,7 +86,7 @@ def _whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> froz
 
 
 def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[str],
-           pins: Pins) -> Sequence[Sharding | None]:  # fmt: skip
+           pins: Pins, spatial: Spatial) -> Sequence[Sharding | None]:  # fmt: skip
     first, last = (stages[0].blocks or (0, 0))[0], (stages[-1].blocks or (0, 0))[1]
     mesh = stages[0].axes
     blocks = traced.graph.blocks[first:last]
@@ -93,14 +94,16 @@ def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[
         return [None] * len(blocks)
     chosen: list[Sharding] = []
     for worth in WORTHS:
-        chosen = _solve_chain(traced, blocks, prices(len(mesh), rows, worth), mesh, whole, pins)
+        priced = prices(len(mesh), rows, worth)
+        chosen = _solve_chain(traced, blocks, priced, mesh, whole, pins, spatial)
         if _shares(traced.graph, blocks, chosen) <= 1.0 / math.prod(mesh) + SLACK:
             break
     return chosen
 
 
 def _solve_chain(traced: Traced, blocks: Sequence[Block], priced: Prices, mesh: tuple[int, ...],
-                 whole: frozenset[str], pins: Pins) -> list[Sharding]:  # fmt: skip
+                 whole: frozenset[str], pins: Pins,
+                 spatial: Spatial) -> list[Sharding]:  # fmt: skip
     graph = traced.graph
     tables: dict[tuple[str, str], KindTable] = {}
     chain = []
@@ -113,7 +116,7 @@ def _solve_chain(traced: Traced, blocks: Sequence[Block], priced: Prices, mesh: 
             shared = frozenset(slot for b in alike for slot, p in b.params.items()
                                if len(graph.users(p)) > 1)  # fmt: skip
             tables[key] = tabulate(traced.programs[block.kind], mesh, priced, shared=shared,
-                                   pinned=fixed)  # fmt: skip
+                                   pinned=fixed, spatial=spatial)  # fmt: skip
         chain.append(tables[key])
     return solve_chain(blocks, chain, whole)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import fx
@@ -24,11 +24,15 @@ from .layout import (
     Layout,
     Layouts,
     Split,
+    Square,
     Strategy,
+    all_cuts,
     grad_layout,
+    is_cut,
     layouts_text,
     parse_layouts,
     parts_of,
+    side,
 )
 from .price import (
     FORBIDDEN,
@@ -38,8 +42,11 @@ from .price import (
     op_costs,
     param_costs,
     reduce_seconds,
+    ring_seconds,
 )
-from .rules import strategies
+from .square import all_strategies
+
+Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
 
 
 class Forms(NamedTuple):
@@ -67,6 +74,13 @@ class Choice(NamedTuple):
     share: int  # the work is divided by this
 
     @property
+    def ring(self) -> int | None:
+        """The axis on which a linear runs in steps (spatial.py)."""
+        skewed = (k for form in self.ins for k, x in enumerate(form.value)
+                  if isinstance(x, Square) and x.skew == "w")  # fmt: skip
+        return next(skewed, None)
+
+    @property
     def made(self) -> Forms:
         return Forms(self.out, tuple(grad_layout(layout) for layout in self.out))
 
@@ -88,14 +102,12 @@ def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool
     """Whether a value can be cut so. Rows of the batch are for replicas, never for tensor axes."""
     sizes = list(shape)
     outers: dict[int, int] = {}
-    for layout, parts in zip(layouts, mesh, strict=True):
-        if not isinstance(layout, Split):
-            continue
-        size, outer = sizes[layout.dim], layout.outer
+    for (dim, outer), parts, _ in all_cuts(layouts, mesh):
+        size = sizes[dim]
         inner = size // outer if size % outer == 0 else 1
-        if inner % ROWS == 0 or inner % parts or outers.setdefault(layout.dim, outer) != outer:
+        if inner % ROWS == 0 or inner % parts or outers.setdefault(dim, outer) != outer:
             return False
-        sizes[layout.dim] //= parts
+        sizes[dim] //= parts
     return True
 
 
@@ -109,7 +121,11 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
     shapes = [_shape(n.meta["info"]) for n in inputs]
     out_shape = _shape(node.meta["info"]) if node.meta.get("info") is not None else ()
     found = []
-    for picked in itertools.product(per_axis, repeat=len(mesh)):
+    flat = [s for s in per_axis if not s.is_square]
+    options = [per_axis if side(parts) else flat for parts in mesh]
+    for picked in itertools.product(*options):
+        if sum(s.is_square for s in picked) > 1:
+            continue
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
                     for k in range(len(inputs)))  # fmt: skip
         out = tuple(s.out for s in picked)
@@ -136,14 +152,14 @@ def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
 
     The gradient of a whole one may stay partial: it is reduced once per step, not per use.
     """
-    options: list[Layout] = [WHOLE]
-    if shared:
-        options += [Split(d) for d in range(len(info.shape))]
-    else:
-        options += sorted({x for form in readers for x in form.value if isinstance(x, Split)})
-    return [Forms(o, tuple(x if isinstance(x, Split) else PARTIAL for x in o))
-            for o in itertools.product(options, repeat=len(mesh))
-            if legal(info.shape, o, mesh)]  # fmt: skip
+    cuts: set[tuple[Layout, Layout]] = {(Split(d), Split(d)) for d in range(len(info.shape))}
+    if not shared:
+        cuts = {pair for form in readers for pair in zip(*form, strict=True) if is_cut(pair[0])}
+    flat = [pair for pair in cuts if not isinstance(pair[0], Square)]
+    options = [[(WHOLE, PARTIAL), *sorted(cuts if side(parts) else flat, key=layouts_text)]
+               for parts in mesh]  # fmt: skip
+    forms = [Forms(*zip(*picked, strict=True)) for picked in itertools.product(*options)]
+    return [form for form in forms if legal(info.shape, form.value, mesh)]
 
 
 class _Problem:
@@ -193,12 +209,13 @@ class _Problem:
 def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
              shared: frozenset[str] = frozenset(),
              pinned: dict[str, list[Forms]] | None = None,
-             options: dict[fx.Node, list[Strategy]] | None = None) -> KindTable:  # fmt: skip
+             options: dict[fx.Node, list[Strategy]] | None = None,
+             spatial: Spatial = "free") -> KindTable:  # fmt: skip
     """Solve a kind for every combination of the forms at its borders."""
     problem = _Problem(graph, mesh, prices)
-    per_axis = options if options is not None else strategies(graph)
+    per_axis = options if options is not None else all_strategies(graph, mesh)
     output = graph.find_nodes(op="output")[0]
-    choices = {n: combine(n, s, mesh) for n, s in per_axis.items()}
+    choices = {n: _allowed(combine(n, s, mesh), spatial) for n, s in per_axis.items()}
     readers = _readers(graph, choices)
     borders: dict[str, list[Forms]] = {}
     for node in graph.nodes:
@@ -207,7 +224,8 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
         elif node.op == "call_function":
             seconds, kept = op_costs(node, prices)
             share = 1.0 / np.array([c.share for c in choices[node]])
-            problem.add(node.name, len(choices[node]), seconds * share, kept * share)
+            taken = _op_seconds(problem, node, choices[node], seconds)
+            problem.add(node.name, len(choices[node]), taken, kept * share)
             problem.made[node.name] = [c.made for c in choices[node]]
     for k, node in enumerate(output.args[0]):  # type: ignore[arg-type]
         slot = f"y{k}"
@@ -221,6 +239,37 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
     forms = {**problem.forms, **_param_forms(problem)}
     return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
                      solution)  # fmt: skip
+
+
+def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
+    """With "always", a linear that can run in a ring does."""
+    rings = [c for c in choices if c.ring is not None]
+    if spatial == "never":
+        return [c for c in choices if not any(isinstance(x, Square) for x in c.out)]
+    return rings if rings and spatial == "always" else choices
+
+
+def _op_seconds(problem: _Problem, node: fx.Node, choices: list[Choice],
+                whole: float) -> Array:  # fmt: skip
+    """Seconds of an op under each of its choices."""
+    return np.array([
+        whole / c.share if c.ring is None else _ring_seconds(problem, node, c, c.ring, whole)
+        for c in choices
+    ])  # fmt: skip
+
+
+def _ring_seconds(problem: _Problem, node: fx.Node, choice: Choice, axis: int,
+                  whole: float) -> float:  # fmt: skip
+    """A linear in steps: its blocks travel while it computes."""
+    mesh, rows = problem.mesh, problem.prices.rows
+    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
+    values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
+    blocks = {
+        layout.skew: num_bytes(value.meta["info"], rows) / parts_of(mesh, layouts)
+        for value, layouts in values
+        if isinstance(layout := layouts[axis], Square) and layout.row is not None
+    }
+    return ring_seconds(whole / choice.share, side(mesh[axis]), blocks, problem.prices.links[axis])
 
 
 def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
