@@ -63,15 +63,20 @@ def start_exchange(pieces: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) 
 
 
 def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]],
-                   axis: Axis, tag: int = 0) -> list[Any]:  # fmt: skip
-    """Messages to and from places of an axis, under way."""
+                   axis: Axis, tagged: bool = False) -> list[Any]:  # fmt: skip
+    """Messages to and from places of an axis, under way.
+
+    `tagged`: what is k-th here is k-th there, so that one pair may have several on the way.
+    """
     sent = [(x.contiguous(), axis.ranks[j]) for x, j in out]
     if dist.get_backend(axis.group) != "gloo":
         ops = [dist.P2POp(dist.irecv, x, axis.ranks[j], axis.group) for x, j in into]
         ops += [dist.P2POp(dist.isend, x, rank, axis.group) for x, rank in sent]
         return list(dist.batch_isend_irecv(ops)) if ops else []
-    works: list[Any] = [dist.irecv(x, axis.ranks[j], axis.group, tag) for x, j in into]
-    return works + [dist.isend(x, rank, axis.group, tag) for x, rank in sent]
+    works: list[Any] = [dist.irecv(x, axis.ranks[j], axis.group, tag=k * tagged)
+                        for k, (x, j) in enumerate(into, 1)]  # fmt: skip
+    return works + [dist.isend(x, rank, axis.group, tag=k * tagged)
+                    for k, (x, rank) in enumerate(sent, 1)]  # fmt: skip
 
 
 def start_sum(x: Tensor, axis: Axis) -> list[Any]:

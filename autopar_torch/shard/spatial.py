@@ -55,12 +55,11 @@ class RankRing:
         return (self.row + rows) % self.n * self.n + (self.col + cols) % self.n
 
     def start(self, blocks: Sequence[Tensor], shifts: Sequence[Shift]) -> Landing:
-        """Every kind of block has a tag of its own, and buffers other than those in use."""
+        """What comes has buffers of its own: what goes is still in use."""
         came = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in blocks]
-        works: list[Any] = []
-        for tag, (x, new, (a, b)) in enumerate(zip(blocks, came, shifts, strict=True), 1):
-            out, into = [(x, self._place(-a, -b))], [(new, self._place(a, b))]
-            works += start_messages(out, into, self.axis, tag)
+        out = [(x, self._place(-a, -b)) for x, (a, b) in zip(blocks, shifts, strict=True)]
+        into = [(x, self._place(a, b)) for x, (a, b) in zip(came, shifts, strict=True)]
+        works = start_messages(out, into, self.axis, tagged=True)
 
         def land() -> list[Tensor]:
             for work in works:
