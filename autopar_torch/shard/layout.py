@@ -54,6 +54,11 @@ def is_cut(layout: Layout) -> TypeGuard[Cut]:
     return not isinstance(layout, str)
 
 
+def is_column(layout: Layout) -> TypeGuard[Square]:
+    """Whether it leaves the rows of a square alike."""
+    return isinstance(layout, Square) and layout.row is None
+
+
 def side(parts: int) -> int:
     """n of an axis of n * n devices, 0 for any other."""
     n = math.isqrt(parts)
@@ -161,4 +166,8 @@ def local_shape(shape: tuple[int, ...], layouts: Layouts, mesh: tuple[int, ...])
 
 def parts_of(mesh: tuple[int, ...], layouts: Layouts) -> int:
     """In how many pieces a value is cut."""
-    return math.prod(cut.parts for cut in all_cuts(layouts, mesh))
+    count = 1
+    for layout, parts in zip(layouts, mesh, strict=True):
+        if not isinstance(layout, str):
+            count *= side(parts) if is_column(layout) else parts
+    return count

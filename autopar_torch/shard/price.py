@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from torch import fx
 
 from ..cluster import CPU_CORE, LOOPBACK, Device, Link
 from ..model import ROWS, TensorInfo
-from .layout import PARTIAL, WHOLE, Layout, Layouts, Square, is_cut, parts_of, side, splits
+from .layout import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Layouts,
+    Square,
+    is_column,
+    parts_of,
+    side,
+    splits,
+)
 from .rules import flops, op_name
 
 FORBIDDEN = 1e6
@@ -56,25 +66,22 @@ def moves(source: Layouts, target: Layouts) -> list[Move]:
 
 def _detour(source: Layout, target: Layout) -> Layout:
     """What a value has to become first: parts within different outer parts are not exchanged."""
-    if _is_column(source) and source.skew == "p" and source != target:
+    if is_column(source) and source.skew == "p" and source != target:
         return PARTIAL
     if isinstance(source, str) or isinstance(target, str) or source == target:
         return target
-    if _is_column(source) or _is_column(target):
+    if is_column(source) or is_column(target):
         return WHOLE
     outers = {split.dim: split.outer for split in splits(source)}
     alike = all(outers.get(split.dim, split.outer) == split.outer for split in splits(target))
     return target if alike else WHOLE
 
 
-def _is_column(layout: Layout) -> TypeGuard[Square]:
-    return isinstance(layout, Square) and layout.row is None
-
-
 def _same_dim(a: Layout, b: Layout) -> bool:
     """Whether both cut one dim."""
-    dims = {split.dim for split in splits(a)} if is_cut(a) else set()
-    return is_cut(b) and any(split.dim in dims for split in splits(b))
+    if isinstance(a, str) or isinstance(b, str):
+        return False
+    return any(x.dim == y.dim for x in splits(a) for y in splits(b))
 
 
 def move_seconds(move: Move, num_bytes: float, parts: int, prices: Prices) -> float:
@@ -101,7 +108,7 @@ def _sort(layout: Layout) -> str:
     """What a conversion costs depends on this much of a layout."""
     if isinstance(layout, str):
         return layout
-    if not _is_column(layout):
+    if not is_column(layout):
         return "cut"
     return "sums" if layout.skew == "p" else "column"
 
@@ -111,8 +118,8 @@ def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tu
     """Seconds to bring a value from one set of layouts to another."""
     total, now = 0.0, list(source)
     for move in moves(source, target):
-        rest: Layouts = tuple(WHOLE if a == move.axis else x for a, x in enumerate(now))
-        others = parts_of(mesh, rest)
+        now[move.axis] = WHOLE
+        others = parts_of(mesh, tuple(now))
         total += move_seconds(move, num_bytes / others, mesh[move.axis], prices)
         now[move.axis] = move.target
     return total
