@@ -281,11 +281,12 @@ def _traced(name: str) -> Any:
     return trace(zoo.build(name), take_apart((), zoo.batch(name, oracle.ROWS, pad=True))[0])
 
 
-def ring_plan(name: str, degrees: dict[str, Any], pins: shardings.Pins | None = None) -> Plan:
+def ring_plan(name: str, degrees: dict[str, Any], pins: shardings.Pins | None = None,
+              rows: int = MANY_ROWS) -> Plan:  # fmt: skip
     """A plan whose linears all run in rings, through its file."""
     traced = _traced(name)
     plan = plans.fit(Plan.uniform(**degrees), traced.graph)
-    plan = shardings.complete(plan, traced, MANY_ROWS, pins, "always")
+    plan = shardings.complete(plan, traced, rows, pins, "always")
     return files.decode(files.encode(plan), Plan)
 
 
@@ -506,7 +507,7 @@ def mixed(mesh: list[int]) -> dict[str, float]:
         forms = [(weight, grad) if size == 2 else ("S1x0w", "S1x0w") for size in mesh]
         form = Forms(*(tuple(map(parse_layout, side)) for side in zip(*forms, strict=True)))
         pins = {name: {tuple(mesh): form} for name in ("up.weight", "down.weight")}
-        plan = ring_plan("tiny", {"tp": 8, "tp_mesh": tuple(mesh)}, pins)
+        plan = ring_plan("tiny", {"tp": 8, "tp_mesh": tuple(mesh)}, pins, rows=1)
         found[",".join(rings(plan))] = max(oracle.compare("tiny", plan, False).values())
     return found
 
