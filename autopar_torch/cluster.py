@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+
 from msgspec import Struct
 
 
@@ -24,6 +30,31 @@ class Device(Struct, frozen=True):
     memory_bytes_per_s: float
     memory_bytes: int
     source: str = "datasheet"
+    efficiency: tuple[
+        tuple[float, float], ...
+    ] = ()  # (FLOPs of a matmul, part of the peak reached)
+    memory_efficiency: float = 1.0
+    launch_s: float = 0.0  # least time of an operator
+    fixed_bytes: int = 0  # taken before the first tensor
+
+    def matmul_seconds(self, flops: float) -> float:
+        """Time of one matrix product; efficiency lies on lines over the logarithm of its size."""
+        return self.launch_s + flops / (self.flops_per_s * self._efficiency(flops))
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Time of an operator that only moves bytes."""
+        return self.launch_s + num_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
+
+    def _efficiency(self, flops: float) -> float:
+        points = self.efficiency
+        if not points:
+            return 1.0
+        if flops <= points[0][0]:
+            return points[0][1]
+        for (x0, y0), (x1, y1) in pairwise(points):
+            if flops <= x1:
+                return y0 + (y1 - y0) * math.log(flops / x0) / math.log(x1 / x0)
+        return points[-1][1]
 
 
 class Change(Struct, frozen=True):
@@ -34,17 +65,42 @@ class Change(Struct, frozen=True):
     factor: float
 
 
-class Cluster(Struct, frozen=True):
+class Cluster(Struct, frozen=True, dict=True):
     """Devices by node, in rank order; links inside a node and between nodes."""
 
     nodes: tuple[tuple[Device, ...], ...]
     inside: Link
     across: Link
     changes: tuple[Change, ...] = ()
+    cores: tuple[int, ...] = ()  # per rank: ranks with the same number share a core; (): none do
 
     @property
     def num_devices(self) -> int:
         return sum(len(node) for node in self.nodes)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(device for node in self.nodes for device in node)
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """Per rank: the number of its node."""
+        return tuple(n for n, node in enumerate(self.nodes) for _ in node)
+
+    def core(self, rank: int) -> int:
+        """A number that ranks on the same core have in common."""
+        return self.cores[rank] if self.cores else rank
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """The slowest link that a group uses."""
+        return self.inside if len({self.node_of[r] for r in ranks}) == 1 else self.across
+
+    def place(self, ranks: Sequence[int]) -> str:
+        """How a group lies: equal texts, equal times. `2+2 on 4`: two ranks on each of two nodes,
+        on four cores."""
+        counts = Counter(self.node_of[r] for r in ranks)
+        cores = len({self.core(r) for r in ranks})
+        return "+".join(map(str, sorted(counts.values()))) + f" on {cores}"
 
 
 CPU_CORE = Device("CPU core", 4e10, 5e9, 4 * 2**30, "assumed")

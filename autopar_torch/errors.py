@@ -32,6 +32,14 @@ class ScheduleError(AutoparError):
     """An action list is incomplete, out of order, or deadlocks."""
 
 
+class ProfileError(AutoparError):
+    """Something was not measured, or too noisily to be used."""
+
+
+class SearchError(AutoparError):
+    """No plan fits."""
+
+
 class FileError(AutoparError):
     """A file is missing, malformed, too large, or of another version."""
 

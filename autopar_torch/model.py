@@ -96,6 +96,20 @@ class ModelGraph(Struct, frozen=True):
             made |= {v: infos[slot] for slot, v in block.outputs.items() if v in used}
         return made
 
+    def crossings(self) -> list[dict[str, TensorInfo]]:
+        """`crossing` of every border from 0 to the number of blocks, in one pass."""
+        end = len(self.blocks)
+        last = {v: i for i, block in enumerate(self.blocks) for v in block.inputs.values()}
+        last |= dict.fromkeys(self.outputs.values(), end - 1)
+        open_: dict[str, TensorInfo] = {}
+        found: list[dict[str, TensorInfo]] = [{}]
+        for i, block in enumerate(self.blocks):
+            infos = self.kinds[block.kind].outputs
+            open_ |= {v: infos[slot] for slot, v in block.outputs.items()}
+            open_ = {v: info for v, info in open_.items() if last.get(v, -1) > i}
+            found.append(dict(open_))
+        return found
+
     def users(self, param: str) -> list[int]:
         """Blocks that read a parameter."""
         return [i for i, block in enumerate(self.blocks) if param in block.params.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import Literal, get_args
@@ -113,6 +114,15 @@ class Plan(Struct, frozen=True):
     @property
     def num_micro_batches(self) -> int:
         return sum(replica.num_micro_batches for replica in self.replicas)
+
+    def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
+        """Rows of every micro-batch of every replica; sizes differ by one row at most."""
+        total = self.num_micro_batches
+        sizes = [num_rows // total + (i < num_rows % total) for i in range(total)]
+        ends = list(itertools.accumulate(sizes))
+        spans = iter(zip([0, *ends], ends, strict=False))
+        return [[span for span in itertools.islice(spans, replica.num_micro_batches)
+                 if span[1] > span[0]] for replica in self.replicas]  # fmt: skip
 
     def describe(self) -> str:
         """One line a person can read."""

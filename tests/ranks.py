@@ -1,6 +1,8 @@
 """Starts ranks: a function of a test module, run by several processes that know their places.
 
     results = run_ranks(2, "test_ranks:describe", 3)      # one JSON value per rank
+    with Lab([Node(name="a"), Node(name="b")]) as lab:    # tests/netlab: in an emulated cluster
+        results = run_ranks(2, "test_ranks:describe", 3, lab=lab)
 
 The same file is what each rank runs: `python -m ranks module:function arguments folder`.
 """
@@ -18,8 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from netlab import Lab
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL_LINES = 40
@@ -28,11 +35,14 @@ GRACE_S = 0.5  # after a failure: time for the others to say what they saw
 DUMP = signal.SIGUSR1  # a rank that hangs is asked where it is
 
 
-def run_ranks(num_ranks: int, target: str, *args: Any, timeout_s: float = 240) -> list[Any]:
+def run_ranks(
+    num_ranks: int, target: str, *args: Any, timeout_s: float = 240, lab: Lab | None = None
+) -> list[Any]:
     """What `target` ("module:function") returned on each rank.
 
     Arguments and results travel as JSON. If a rank fails or time runs out, every rank is killed and
-    the AssertionError carries the end of the guilty rank's output.
+    the AssertionError carries the end of the guilty rank's output. Ranks fill the nodes of a lab in
+    order.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -40,7 +50,7 @@ def run_ranks(num_ranks: int, target: str, *args: Any, timeout_s: float = 240) -
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(num_ranks):
-                ranks.append(_start(rank, num_ranks, port, target, args, folder))
+                ranks.append(_start(rank, num_ranks, port, target, args, folder, lab))
             _watch(ranks, target, timeout_s, folder)
         finally:
             for process in ranks:
@@ -49,8 +59,9 @@ def run_ranks(num_ranks: int, target: str, *args: Any, timeout_s: float = 240) -
 
 
 def _start(
-    rank: int, num_ranks: int, port: int, target: str, args: tuple[Any, ...], folder: Path
-) -> subprocess.Popen[bytes]:
+    rank: int, num_ranks: int, port: int, target: str, args: tuple[Any, ...], folder: Path,
+    lab: Lab | None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
     old_path = os.environ.get("PYTHONPATH", "")
     environment = os.environ | {
         "RANK": str(rank),
@@ -64,9 +75,13 @@ def _start(
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), old_path])),
     }
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    if lab is not None:
+        environment |= lab.environment(rank, num_ranks)
+        popen = partial(lab.popen, lab.node_of(rank, num_ranks))
     command = [sys.executable, "-m", "ranks", target, json.dumps(args), str(folder)]
     with _log_file(folder, rank).open("wb") as log:
-        return subprocess.Popen(
+        return popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -90,7 +105,7 @@ def _watch(
             hanging = _unfinished(folder, len(ranks))
             for rank in hanging:
                 with contextlib.suppress(ProcessLookupError):
-                    ranks[rank].send_signal(DUMP)
+                    os.killpg(ranks[rank].pid, DUMP)  # in a lab the rank is a child of this one
             time.sleep(GRACE_S)
             raise AssertionError(
                 f"{target}: rank(s) {hanging} had not finished after {timeout_s} s\n"

@@ -30,10 +30,9 @@ from autopar_torch.plan import Plan
 from autopar_torch.run import shardings, world
 from autopar_torch.shard import solve, spatial
 from autopar_torch.shard.collectives import Axis, run_moves
-from autopar_torch.shard.layout import Split, Square, cuts, layout_text, parse_layout, side
+from autopar_torch.shard.layout import Forms, Split, Square, cuts, layout_text, parse_layout, side
 from autopar_torch.shard.parts import join, piece
 from autopar_torch.shard.price import moves
-from autopar_torch.shard.solve import Forms
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks

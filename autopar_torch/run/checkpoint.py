@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .. import files
 from ..errors import CheckpointError
-from .holdings import Box
+from ..shard.holdings import Box
 from .params import Held, stacking_dim
 from .state import is_speaker
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from .. import files, schedule as schedules
 from ..errors import RunError
 from ..plan import Plan
+from ..shard.holdings import axis_ranks
 from ..trace import Traced
 from ..trace.call import Call, take_apart
 from . import checkpoint, shardings, state
@@ -169,12 +169,7 @@ class ParallelModel(nn.Module):
 
     def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """Rows of every micro-batch of every replica; sizes differ by one row at most."""
-        total = self.plan.num_micro_batches
-        sizes = [num_rows // total + (i < num_rows % total) for i in range(total)]
-        ends = list(itertools.accumulate(sizes))
-        spans = iter(zip([0, *ends], ends, strict=False))
-        return [[span for span in itertools.islice(spans, replica.num_micro_batches)
-                 if span[1] > span[0]] for replica in self.plan.replicas]  # fmt: skip
+        return self.plan.micro_batches(num_rows)
 
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""
@@ -307,8 +302,6 @@ def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:
 
 def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Every group of the tensor axes, and of equal places in all replicas."""
-    from .holdings import axis_ranks
-
     groups = []
     for r, replica in enumerate(plan.replicas):
         for s, stage in enumerate(replica.stages):

@@ -19,42 +19,57 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
-from ..shard.layout import local_shape
+from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
 from ..shard.parts import part
-from .holdings import Box, Holding, Team, all_holdings, team_of
+from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
 from .world import World
-
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass
 class Held:
     """One parameter (or buffer) of which this rank has a part."""
 
-    name: str
+    share: Share
     tensor: Tensor  # the user's object
-    holding: Holding
-    team: Team
     axis: Axis | None
     shape: tuple[int, ...]  # full
-    zero: bool = False
-    steady: bool = False  # all of the team use it at the same points of their schedules
     leaf: Tensor = field(default_factory=lambda: torch.empty(0))
-    local: tuple[int, ...] = ()  # this rank's part before the ZeRO cut
+
+    @property
+    def name(self) -> str:
+        return self.share.name
+
+    @property
+    def holding(self) -> Holding:
+        return self.share.holding
+
+    @property
+    def team(self) -> Team:
+        return self.share.team
+
+    @property
+    def zero(self) -> bool:
+        return self.share.zero
+
+    @property
+    def steady(self) -> bool:
+        return self.share.steady
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return self.share.local
+
+    @property
+    def rows(self) -> int:
+        return self.share.rows
+
+    @property
+    def piece(self) -> int:
+        return self.share.piece
 
     @property
     def trainable(self) -> bool:
         return self.tensor.requires_grad
-
-    @property
-    def rows(self) -> int:
-        """Rows of dim 0 per rank under ZeRO (the last ranks may have fewer)."""
-        return -(-self.local[0] // self.axis.parts) if self.axis else self.local[0]
-
-    @property
-    def piece(self) -> int:
-        """Elements of a ZeRO piece, padding included."""
-        return self.rows * math.prod(self.local[1:])
 
     def own_rows(self) -> tuple[int, int]:
         index = self.axis.index if self.axis else 0
@@ -73,12 +88,7 @@ class Held:
             if b > a and all(sizes):
                 found.append(((offsets[0] + a, *offsets[1:]), (b - a, *sizes[1:])))
             at += sizes[0]
-        return found if _stacked(self.holding) else boxes
-
-
-def _stacked(holding: Holding) -> bool:
-    """Whether the boxes of a part lie one after the other along dim 0."""
-    return all(cut.split.outer == 1 or cut.split.dim == 0 for cut in holding.cuts)
+        return found if is_stacked(self.holding) else boxes
 
 
 class ParamStore:
@@ -89,34 +99,17 @@ class ParamStore:
         self.world, self.plan, self.graph, self.device = world, plan, graph, device
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
-        shapes = [[(s.blocks, s.axes) for s in r.stages] for r in plan.replicas]
-        counts = {r.num_micro_batches for r in plan.replicas}
-        self.alike = len(counts) == 1 and all(shape == shapes[0] for shape in shapes)
         self.tensors = dict(_named_tensors(model))
         teams = {name: {h.rank: team_of(hs, h.rank) for h in hs}
                  for name, hs in self.holdings.items()}  # fmt: skip
         world.make_groups(t.ranks for by_rank in teams.values() for t in by_rank.values())
-        self.held: dict[str, Held] = {}
-        for name, holdings in self.holdings.items():
-            mine = next((h for h in holdings if h.rank == world.rank), None)
-            if mine is not None:
-                self.held[name] = self._hold(name, mine, teams[name][world.rank])
-
-    def _hold(self, name: str, holding: Holding, team: Team) -> Held:
-        info, tensor = self.graph.params[name], self.tensors[name]
-        held = Held(name, tensor, holding, team, self.world.axis(team.ranks), info.shape)
-        held.local = tuple(local_shape(info.shape, holding.forms.value, holding.mesh))
-        can_cut = held.axis is not None and not team.mixed and bool(held.local)
-        held.zero = (self.plan.zero > 0 and can_cut and held.trainable and _stacked(holding)
-                     and not info.buffer)  # fmt: skip
-        held.steady = held.zero and self.alike and self._in_one_stage(name)
-        return held
-
-    def _in_one_stage(self, name: str) -> bool:
-        """Whether only one stage of every replica reads a parameter."""
-        users = self.graph.users(name)
-        stages = [s.blocks for s in self.plan.replicas[0].stages if s.blocks]
-        return sum(any(a <= u < b for u in users) for a, b in stages) == 1
+        shares = shares_of(plan, graph, world.rank, self.holdings)
+        self.held = {
+            name: Held(
+                share, self.tensors[name], world.axis(share.team.ranks), graph.params[name].shape
+            )
+            for name, share in shares.items()
+        }
 
     def cut(self, held: Held, full: Tensor) -> Tensor:
         """This rank's part of a full tensor, a copy."""
@@ -349,7 +342,9 @@ class Reducer:
     def __init__(self, store: ParamStore, blocks_of: dict[int, list[str]]) -> None:
         """`blocks_of`: block -> its parameters; later blocks get their gradients first."""
         self.store = store
-        self.buckets = _buckets(store, blocks_of)
+        shares = {name: held.share for name, held in store.held.items()}
+        groups = buckets_of(shares, store.graph, store.plan.zero, blocks_of)
+        self.buckets = [Bucket([store.held[s.name] for s in group]) for group in groups]
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}
         self.last = False
@@ -420,21 +415,3 @@ class Reducer:
 
     def _pending(self) -> list[Bucket]:
         return [b for b in self.buckets if not (self.per_micro_batch and b.steady)]
-
-
-def _buckets(store: ParamStore, blocks_of: dict[int, list[str]]) -> list[Bucket]:
-    """Parameters in reverse order of blocks, grouped by team up to a size."""
-    order = [n for block in sorted(blocks_of, reverse=True) for n in reversed(blocks_of[block])]
-    open_: dict[Any, list[Held]] = {}
-    done: list[Bucket] = []
-    first_use = {name: store.graph.users(name)[0] for name in dict.fromkeys(order)}
-    for name in dict.fromkeys(sorted(order, key=lambda n: -first_use[n])):
-        held = store.held[name]
-        if not held.trainable or store.graph.params[name].buffer:
-            continue
-        stage = first_use[name] if store.plan.zero >= 2 else 0
-        key = (held.team, held.zero, held.steady, held.tensor.dtype, stage)
-        open_.setdefault(key, []).append(held)
-        if sum(math.prod(h.local) * 4 for h in open_[key]) >= BUCKET_BYTES:
-            done.append(Bucket(open_.pop(key)))
-    return done + [Bucket(helds) for helds in open_.values()]

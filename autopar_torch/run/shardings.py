@@ -12,9 +12,9 @@ from ..cluster import CPU_CORE, LOOPBACK
 from ..errors import PlanError
 from ..model import Block, ModelGraph
 from ..plan import Plan, Replica, Sharding, Stage
-from ..shard.layout import parts_of
+from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
-from ..shard.solve import Forms, KindTable, Spatial, parse_forms, solve_chain, tabulate
+from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
 from ..trace import Traced
 
 # Whoever asks for tensor parallelism wants parameters shared out: where splitting does not pay in

@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from ..model import Block, TensorInfo
 from ..plan import Plan, Stage
 from ..shard.collectives import Axis
-from ..shard.layout import WHOLE, Layouts, local_shape
+from ..shard.layout import WHOLE, Layouts, local_shape, parse_forms
 from ..shard.lower import lower
 from ..shard.ops import WeightQueue
-from ..shard.solve import parse_forms
 from ..trace import Traced
 from .params import Held, ParamStore
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from torch import Tensor
 from ..errors import RunError
 from ..plan import Stage
 from ..shard.collectives import Axis
-from .holdings import axis_ranks, place_in
+from ..shard.holdings import axis_ranks, place_in
 
 TIMEOUT_S = 300
+T = TypeVar("T")
 
 
 def start() -> tuple[int, int]:
@@ -69,6 +71,35 @@ class World:
             ranks = axis_ranks(stage, self.rank, i)
             axes.append(self.axis(ranks) or Axis(None, parts, place[i], ranks))
         return axes
+
+    def mesh_stage(self, mesh: tuple[int, ...]) -> Stage | None:
+        """The neighbours that this rank forms such a mesh with, if there are enough."""
+        count = math.prod(mesh)
+        start = self.rank // count * count
+        devices = tuple(range(start, start + count))
+        return Stage(devices, mesh=mesh) if start + count <= self.size else None
+
+    def make_mesh_groups(self, meshes: Iterable[tuple[int, ...]]) -> None:
+        """Groups for meshes of neighbours, everywhere; every rank must call this."""
+        for mesh in meshes:
+            count = math.prod(mesh)
+            for start in range(0, self.size - count + 1, count):
+                stage = Stage(tuple(range(start, start + count)), mesh=mesh)
+                self.make_groups(axis_ranks(stage, rank, axis) for rank in stage.devices
+                                 for axis in range(len(mesh)))  # fmt: skip
+
+    def mesh_axes(self, mesh: tuple[int, ...]) -> list[Axis] | None:
+        """This rank's axes on a mesh of neighbours; None where they are too few."""
+        stage = self.mesh_stage(mesh)
+        return self.tensor_axes(stage) if stage else None
+
+    def gather(self, value: T) -> list[T]:
+        """Everyone's value, in rank order."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, in place."""

@@ -14,6 +14,7 @@ from .layout import PARTIAL, WHOLE, Cut, Split, is_cut, layout_text
 from .ops import sum_cross_entropy
 from .parts import Frame, inside, join, overlap, padded, piece
 from .price import Move
+from .watch import heard
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Axis:
     ranks: tuple[int, ...]
 
 
+@heard
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     y = x.contiguous().clone()
     dist.all_reduce(y, group=axis.group)
     return y
 
 
+@heard
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     """The pieces of all ranks. Gloo's own all-gather is slower than sending to each."""
     x = x.contiguous()
@@ -42,6 +45,7 @@ def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     return exchange([x] * axis.parts, axis)
 
 
+@heard
 def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Piece j goes to rank j; what comes back is from rank j at place j. All of one shape."""
     if dist.get_backend(axis.group) != "gloo":
@@ -120,6 +124,7 @@ def reblock(x: Tensor, source: Cut, target: Cut, axis: Axis) -> Tensor:
     return frame.close(result)
 
 
+@heard
 def _deliver(out: dict[int, Tensor], into: dict[int, Tensor], axis: Axis) -> None:
     """Send and receive views by place; what a rank has for itself is copied."""
     own, target = out.pop(axis.index, None), into.pop(axis.index, None)
@@ -207,6 +212,7 @@ class VocabPart:
             index = index * axis.parts + axis.index
         return index * size
 
+    @heard
     def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         for axis in self.axes:
             dist.all_reduce(x, op, group=axis.group)

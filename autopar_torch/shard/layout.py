@@ -151,6 +151,22 @@ def parse_layouts(text: str) -> Layouts:
     return tuple(parse_layout(part) for part in text.split("."))
 
 
+class Forms(NamedTuple):
+    """How a value lies on every axis, forward and (its summed gradient) backward."""
+
+    value: Layouts
+    grad: Layouts
+
+    @property
+    def text(self) -> str:
+        return f"{layouts_text(self.value)}|{layouts_text(self.grad)}"
+
+
+def parse_forms(text: str) -> Forms:
+    value, _, grad = text.partition("|")
+    return Forms(parse_layouts(value), parse_layouts(grad))
+
+
 def grad_layout(layout: Layout) -> Layout:
     """How the gradient of a produced value must arrive: cut as it is cut, else whole."""
     return layout if is_cut(layout) else WHOLE

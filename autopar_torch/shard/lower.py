@@ -25,11 +25,23 @@ from .collectives import (
     VocabEmbedding,
     VocabPart,
 )
-from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, Square, all_cuts, is_cut, local_shape
+from .layout import (
+    PARTIAL,
+    WHOLE,
+    Forms,
+    Layout,
+    Layouts,
+    Split,
+    Square,
+    all_cuts,
+    is_cut,
+    local_shape,
+    parse_forms,
+)
 from .ops import deferred_linear
 from .price import Move, moves
 from .rules import Op, op_name
-from .solve import Choice, Forms, combine, parse_forms
+from .solve import Choice, combine
 from .spatial import SpatialLinear
 from .square import all_strategies
 

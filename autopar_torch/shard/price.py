@@ -22,7 +22,7 @@ from .layout import (
 from .rules import flops, op_name
 
 FORBIDDEN = 1e6
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute",
+VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute",
           "t", "expand", "slice", "select", "getitem", "split", "chunk", "detach", "alias",
           "contiguous"}  # fmt: skip
 
@@ -88,7 +88,7 @@ def move_seconds(move: Move, num_bytes: float, parts: int, prices: Prices) -> fl
     """Seconds of one conversion of a value that is `num_bytes` when whole on this axis."""
     link, share = prices.links[move.axis], (parts - 1) / parts
     touch = num_bytes / prices.device.memory_bytes_per_s
-    match (_sort(move.source), _sort(move.target)):
+    match (_nature(move.source), _nature(move.target)):
         case ("R", "cut" | "column"):
             return touch / parts
         case ("R", "P") | ("sums", "P"):
@@ -104,7 +104,7 @@ def move_seconds(move: Move, num_bytes: float, parts: int, prices: Prices) -> fl
     return FORBIDDEN
 
 
-def _sort(layout: Layout) -> str:
+def _nature(layout: Layout) -> str:
     """What a conversion costs depends on this much of a layout."""
     if isinstance(layout, str):
         return layout
@@ -129,9 +129,9 @@ def reduce_seconds(grad: Layouts, num_bytes: float, mesh: tuple[int, ...],
                    prices: Prices) -> float:  # fmt: skip
     """Seconds to sum a partial gradient once per step; it travels in a bucket, so no latency."""
     own = num_bytes / parts_of(mesh, tuple(x if isinstance(x, Square) else WHOLE for x in grad))
-    sums = [(side(parts) if _sort(layout) == "sums" else parts, link)
+    sums = [(side(parts) if _nature(layout) == "sums" else parts, link)
             for layout, parts, link in zip(grad, mesh, prices.links, strict=True)
-            if _sort(layout) in ("P", "sums")]  # fmt: skip
+            if _nature(layout) in ("P", "sums")]  # fmt: skip
     return sum(2 * (n - 1) / n * own / link.bytes_per_s for n, link in sums)
 
 
@@ -155,17 +155,23 @@ def num_bytes(info: TensorInfo | tuple[TensorInfo, ...], rows: int) -> int:
     return sum(i.num_bytes(rows) for i in infos if i is not None)
 
 
-def op_costs(node: fx.Node, prices: Prices) -> tuple[float, float]:
-    """(seconds forward and backward, bytes kept for backward) of an op that is not split."""
-    if op_name(node) in _VIEWS:
-        return 0.0, 0.0
-    rows = prices.rows
+def op_seconds(node: fx.Node, prices: Prices, share: int = 1) -> float:
+    """Seconds of one op forward, on a device that does its `share`-th part."""
+    if op_name(node) in VIEWS or node.meta["info"] is None:
+        return 0.0
+    rows, device = prices.rows, prices.device
     work = flops(node)
     work = work / ROWS * rows if work >= ROWS else work
-    out = num_bytes(node.meta["info"], rows)
-    touched = out + sum(num_bytes(n.meta["info"], rows) for n in node.all_input_nodes)
-    seconds = 3 * max(work / prices.device.flops_per_s, touched / prices.device.memory_bytes_per_s)
-    return seconds, float(out)
+    touched = num_bytes(node.meta["info"], rows)
+    touched += sum(num_bytes(n.meta["info"], rows) for n in node.all_input_nodes)
+    return max(device.matmul_seconds(work / share), device.memory_seconds(touched / share))
+
+
+def op_costs(node: fx.Node, prices: Prices) -> tuple[float, float]:
+    """(seconds forward and backward, bytes kept for backward) of an op that is not split."""
+    if op_name(node) in VIEWS:
+        return 0.0, 0.0
+    return 3 * op_seconds(node, prices), float(num_bytes(node.meta["info"], prices.rows))
 
 
 def param_costs(info: TensorInfo, prices: Prices) -> tuple[float, float]:

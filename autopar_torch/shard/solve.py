@@ -21,6 +21,7 @@ from .eliminate import Array, Solution, Table, Variable, eliminate, minimum
 from .layout import (
     PARTIAL,
     WHOLE,
+    Forms,
     Layout,
     Layouts,
     Split,
@@ -30,7 +31,6 @@ from .layout import (
     grad_layout,
     is_cut,
     layouts_text,
-    parse_layouts,
     parts_of,
     side,
 )
@@ -47,22 +47,6 @@ from .price import (
 from .square import all_strategies
 
 Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
-
-
-class Forms(NamedTuple):
-    """How a value lies on every axis, forward and (its summed gradient) backward."""
-
-    value: Layouts
-    grad: Layouts
-
-    @property
-    def text(self) -> str:
-        return f"{layouts_text(self.value)}|{layouts_text(self.grad)}"
-
-
-def parse_forms(text: str) -> Forms:
-    value, _, grad = text.partition("|")
-    return Forms(parse_layouts(value), parse_layouts(grad))
 
 
 class Choice(NamedTuple):
@@ -222,10 +206,9 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
         if node.op == "placeholder":
             _add_slot(problem, node, readers.get(node, []), shared, pinned or {}, borders)
         elif node.op == "call_function":
-            seconds, kept = op_costs(node, prices)
-            share = 1.0 / np.array([c.share for c in choices[node]])
-            taken = _op_seconds(problem, node, choices[node], seconds)
-            problem.add(node.name, len(choices[node]), taken, kept * share)
+            whole = op_costs(node, prices)
+            costs = [_op_costs(problem, node, c, whole) for c in choices[node]]
+            problem.add(node.name, len(costs), *np.array(costs).T)
             problem.made[node.name] = [c.made for c in choices[node]]
     for k, node in enumerate(output.args[0]):  # type: ignore[arg-type]
         slot = f"y{k}"
@@ -249,27 +232,25 @@ def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
     return rings if rings and spatial == "always" else choices
 
 
-def _op_seconds(problem: _Problem, node: fx.Node, choices: list[Choice],
-                whole: float) -> Array:  # fmt: skip
-    """Seconds of an op under each of its choices."""
-    return np.array([
-        whole / c.share if c.ring is None else _ring_seconds(problem, node, c, c.ring, whole)
-        for c in choices
-    ])  # fmt: skip
+def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
+              whole: tuple[float, float]) -> tuple[float, float]:  # fmt: skip
+    """Seconds and kept bytes of an op under a choice. A linear in a ring keeps a block it was sent.
 
-
-def _ring_seconds(problem: _Problem, node: fx.Node, choice: Choice, axis: int,
-                  whole: float) -> float:  # fmt: skip
-    """A linear in steps: its blocks travel while it computes."""
-    mesh, rows = problem.mesh, problem.prices.rows
+    It takes as long as the longer of computation and messages, step by step.
+    """
+    mesh, prices = problem.mesh, problem.prices
+    seconds, kept = (cost / choice.share for cost in whole)
+    if choice.ring is None:
+        return seconds, kept
     inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
     values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
     blocks = {
-        layout.skew: num_bytes(value.meta["info"], rows) / parts_of(mesh, layouts)
+        layout.skew: num_bytes(value.meta["info"], prices.rows) / parts_of(mesh, layouts)
         for value, layouts in values
-        if isinstance(layout := layouts[axis], Square) and layout.row is not None
+        if isinstance(layout := layouts[choice.ring], Square) and layout.row is not None
     }
-    return ring_seconds(whole / choice.share, side(mesh[axis]), blocks, problem.prices.links[axis])
+    taken = ring_seconds(seconds, side(mesh[choice.ring]), blocks, prices.links[choice.ring])
+    return taken, kept + blocks["i"]
 
 
 def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:

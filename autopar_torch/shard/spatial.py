@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .collectives import Axis, start_messages
 from .layout import side
 from .ops import now_or_later
+from .watch import heard
 
 Shift = tuple[int, int]  # a block comes from rank (r + a, c + b) and goes to (r - a, c - b)
 FORWARD: tuple[Shift, Shift] = (0, 1), (1, 0)  # I, W
@@ -62,11 +63,17 @@ class RankRing:
         works = start_messages(out, into, self.axis, tagged=True)
 
         def land() -> list[Tensor]:
-            for work in works:
-                work.wait()
+            _arrive(works)
             return came
 
         return land
+
+
+@heard
+def _arrive(works: Sequence[Any]) -> None:
+    """Only what the computation did not hide is waited for."""
+    for work in works:
+        work.wait()
 
 
 def forward(ring: Ring, x: Tensor, weight: Tensor, turned: bool) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph
 from ..plan import Plan, Stage
-from ..shard.layout import PARTIAL, WHOLE, Layout, Part, all_cuts
-from ..shard.solve import Forms, parse_forms
+from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 

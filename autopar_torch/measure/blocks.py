@@ -1,0 +1,247 @@
+"""Times and bytes of lowered blocks, run one after another as a training step runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..model import Block, TensorInfo
+from ..profile import Cell, CellNeed, Piece
+from ..shard.collectives import Axis
+from ..shard.layout import local_shape, parse_forms
+from ..shard.lower import lower
+from ..shard.ops import WeightQueue
+from ..shard.watch import between, listen, stamp
+from ..trace import Traced
+from .bytes import TensorBytes
+from .stats import median, spread
+
+PHASES = ("forward", "backward", "weight")
+COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
+Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
+Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
+
+
+class Sample(NamedTuple):
+    """One run: on the clock, on this thread's core, and exchanging."""
+
+    wall_s: float
+    core_s: float
+    comm_s: float
+
+
+def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
+    with listen() as watch:
+        start, core = stamp(), time.thread_time()
+        result = work()
+        core, end = time.thread_time() - core, stamp()
+    return result, Sample(between(start, end), core - watch.core_s, watch.seconds)
+
+
+@dataclass
+class Runner:
+    """One lowered block with inputs of its own."""
+
+    need: CellNeed
+    module: fx.GraphModule
+    args: list[Any]
+    grads: list[Tensor]  # of the outputs that have one, made before anything is counted
+    outputs: tuple[Any, ...] = ()
+    queue: WeightQueue | None = None
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
+
+    def forward(self) -> None:
+        self.outputs, sample = sampled(lambda: self.module(*self.args))
+        self.samples.setdefault("forward", []).append(sample)
+
+    def backward(self) -> None:
+        ends = [y for y in self.outputs if isinstance(y, Tensor) and y.requires_grad]
+        if not self.grads:
+            self.grads = [torch.ones_like(y) for y in ends]
+
+        def work() -> None:
+            if ends:
+                torch.autograd.backward(ends, self.grads)
+
+        if self.need.split:
+            with WeightQueue() as self.queue:
+                _, sample = sampled(work)
+        else:
+            _, sample = sampled(work)
+        self.outputs = ()
+        self.samples.setdefault("backward", []).append(sample)
+
+    def weights(self) -> None:
+        if self.queue is not None:
+            _, sample = sampled(self.queue.flush)
+            self.samples.setdefault("weight", []).append(sample)
+            self.queue = None
+
+    def clear(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+class Blocks:
+    """All cells of one mesh and number of rows, as a chain."""
+
+    def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
+                 context: dict[str, Any], device: torch.device) -> None:  # fmt: skip
+        self.active = axes is not None
+        self.runners: list[Runner] = []
+        self.first: list[Runner] = []
+        self.pieces: dict[CellNeed, dict[str, float]] = {}
+        if axes is None:
+            return
+        for need in needs:
+            block = next(b for b in traced.graph.blocks if b.kind == need.kind)
+            count = min(COPIES, sum(b.kind == need.kind for b in traced.graph.blocks))
+            made = [_runner(need, block, traced, axes, context, device) for _ in range(count)]
+            self.first.append(made[0])
+            self.runners += made
+
+    def round(self) -> None:
+        """All forwards, then all backwards from the last: one more sample of each."""
+        for runner in self.runners:
+            runner.forward()
+        for runner in reversed(self.runners):
+            runner.backward()
+        for runner in self.runners:
+            runner.weights()
+            runner.clear()
+
+    def count_bytes(self) -> None:
+        """Bytes of each cell; once is enough, they do not vary."""
+        for runner in self.first:
+            self.pieces[runner.need] = _count(runner)
+            runner.clear()
+
+    def forget(self) -> None:
+        for runner in self.runners:
+            runner.samples.clear()
+
+    def result(self, ranks_per_core: int) -> dict[CellNeed, Piece]:
+        found = {}
+        stretch = 1.0 if ranks_per_core > 1 else self._stretch()
+        for need in {r.need for r in self.runners}:
+            runs = [r.samples for r in self.runners if r.need == need]
+            phases = {name: _alone([s for r in runs for s in r.get(name, [])], ranks_per_core,
+                                   stretch) for name in PHASES}  # fmt: skip
+            forward, backward, weight = (phases[name] for name in PHASES)
+            whole = backward[0] + weight[0]
+            sizes = self.pieces.get(need, {})
+            found[need] = Piece(need.rows, forward[0], whole, backward[0] if need.split else 0.0,
+                                weight[0], forward[1], backward[1], **sizes)  # fmt: skip
+        return found
+
+    def _stretch(self) -> float:
+        """Seconds on the clock per second on the core, over whole rounds.
+
+        A core that is shared or throttled stops for milliseconds, seldom within a short block: only
+        all blocks together show how much of it this rank has.
+        """
+        samples = [s for r in self.runners for own in r.samples.values() for s in own]
+        core = sum(s.core_s for s in samples)
+        return sum(s.wall_s - s.comm_s for s in samples) / core if core else 1.0
+
+    def spread(self) -> float:
+        """The largest spread of a cell that matters: those of at least a millisecond."""
+        found = [spread([s.wall_s for s in r.samples.get("forward", [])]) for r in self.first
+                 if median([s.wall_s for s in r.samples["forward"]]) > 1e-3]  # fmt: skip
+        return max(found, default=0.0)
+
+
+def _alone(samples: Sequence[Sample], ranks_per_core: int,
+           stretch: float) -> tuple[float, float]:  # fmt: skip
+    """(seconds of computing alone on a core, seconds of exchange)."""
+    if not samples:
+        return 0.0, 0.0
+    comm = median([s.comm_s for s in samples])
+    if torch.cuda.is_available():
+        return median([s.wall_s - s.comm_s for s in samples]), comm
+    core = median([s.core_s for s in samples])
+    if ranks_per_core > 1 and comm:
+        comm = max(0.0, median([s.wall_s for s in samples]) - ranks_per_core * core)
+    return core * stretch, comm
+
+
+def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
+            context: dict[str, Any], device: torch.device) -> Runner:  # fmt: skip
+    graph = traced.programs[need.kind]
+    module = lower(graph, need.sharding, axes, rows=need.rows, device=device, replicas=None,
+                   defer=need.split)  # fmt: skip
+    args = []
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in block.context:
+            args.append(context[block.context[node.name]])
+        else:
+            args.append(_random(node.name, node.meta["info"], need, axes, device))
+    return Runner(need, module, args, [])
+
+
+def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
+            device: torch.device) -> Tensor:  # fmt: skip
+    """A parameter or an input, this rank's part of it."""
+    shape = list(info.at(need.rows))
+    if need.sharding is not None and slot in need.sharding.forms:
+        form = parse_forms(need.sharding.forms[slot])
+        shape = local_shape(tuple(shape), form.value, tuple(axis.parts for axis in axes))
+    dtype = getattr(torch, info.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    value = torch.randn(shape, device=device).to(dtype) * 0.02
+    return value.requires_grad_(info.grad)
+
+
+def _count(runner: Runner) -> dict[str, float]:
+    """What a block keeps and needs, beyond what was there before."""
+    runner.forward()
+    runner.backward()
+    runner.weights()
+    runner.clear()
+    with TensorBytes() as count:
+        start = count.mark()
+        runner.forward()
+        count.look()
+        outputs = [y for y in runner.outputs if isinstance(y, Tensor)]
+        out = sum(y.numel() * y.element_size() for y in outputs)
+        del outputs
+        ran = count.mark()
+        runner.backward()
+        count.look([leaf.grad for leaf in runner.leaves])
+        back = count.mark()
+        runner.weights()
+        count.look([leaf.grad for leaf in runner.leaves])
+        end = count.mark()
+    new = sum(a.numel() * a.element_size() for a in runner.leaves if a.is_leaf)
+    kept, given = count.at(ran), sum(g.numel() * g.element_size() for g in runner.grads)
+    made = [a.grad for a in runner.leaves if a.grad is not None]
+    grads = sum(g.numel() * g.element_size() for g in made)
+    needed = count.peak(ran, end) - kept - min(grads, new) + given
+    return {
+        "out_bytes": float(out),
+        "kept_bytes": float(kept - count.at(start)),
+        "forward_bytes": float(count.peak(start, ran) - count.at(start)),
+        "backward_bytes": float(max(needed, 0)),
+        "stash_bytes": float(max(0, count.at(back) - count.at(start)))
+        if runner.need.split
+        else 0.0,
+    }
+
+
+def as_cells(pieces: dict[CellNeed, Piece]) -> tuple[Cell, ...]:
+    """Pieces of the same program at several numbers of rows make one cell."""
+    found: dict[tuple[str, str], list[Piece]] = {}
+    for need, piece in pieces.items():
+        found.setdefault((need.kind, need.key), []).append(piece)
+    return tuple(Cell(kind, key, tuple(sorted(own, key=lambda p: p.rows)))
+                 for (kind, key), own in sorted(found.items()))  # fmt: skip

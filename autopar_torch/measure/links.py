@@ -1,0 +1,160 @@
+"""Times of collectives and messages over their sizes, with the functions that training uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cluster import Cluster
+from ..profile import Curve, CurveNeed
+from ..shard.collectives import Axis, exchange, gather_pieces, start_exchange, start_sum
+from ..shard.watch import between, stamp
+from .stats import median, spread
+
+MOST_POINTS = 5
+
+
+class Places(Protocol):
+    """This rank's place among all, and its groups."""
+
+    rank: int
+    size: int
+
+    def make_groups(self, rank_sets: Any) -> None: ...
+
+    def axis(self, ranks: tuple[int, ...]) -> Axis | None: ...
+
+    def sum(self, x: Tensor) -> Tensor: ...
+
+
+class Line:
+    """One kind of communication among the ranks of one group, at several sizes."""
+
+    def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
+                 device: torch.device) -> None:  # fmt: skip
+        self.op, self.ranks, self.device = op, ranks, device
+        self.sizes = _thinned(sorted(set(sizes)))
+        self.axis = places.axis(ranks) if places.rank in ranks else None
+        self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
+        self.busy: list[float] = []
+
+    def round(self) -> None:
+        if self.axis is None:
+            return
+        for size in self.sizes:
+            work = self._work(size, self.axis)
+            dist.barrier(group=self.axis.group)
+            start, core = stamp(), time.process_time()
+            work()
+            core, seconds = time.process_time() - core, between(start, stamp())
+            self.samples[size].append(seconds / 2 if self.op == "send" else seconds)
+            self.busy.append(core / max(seconds, 1e-9))
+
+    def _work(self, size: float, axis: Axis) -> Callable[[], None]:
+        count = max(1, int(size) // 4)
+        parts = axis.parts
+        match self.op:
+            case "sum":
+                flat = torch.ones(count, device=self.device)
+                return lambda: _wait(start_sum(flat, axis))
+            case "gather":
+                piece = torch.ones(max(1, count // parts), device=self.device)
+                return lambda: _drop(gather_pieces(piece, axis))
+            case "scatter":
+                flat = torch.ones((parts, max(1, count // parts)), device=self.device)
+                return lambda: _scatter(flat, axis)
+            case "exchange":
+                pieces = list(torch.ones((parts, max(1, count // parts)), device=self.device))
+                return lambda: _drop(exchange(pieces, axis))
+            case _:
+                sent = torch.ones(count, device=self.device)
+                return lambda: _to_and_fro(sent, axis)
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _drop(_: object) -> None:
+    """The result is not needed, the time of making it is."""
+
+
+def _scatter(flat: Tensor, axis: Axis) -> None:
+    """As a bucket of ZeRO does it."""
+    got = torch.empty_like(flat)
+    got[axis.index] = flat[axis.index]
+    _wait(start_exchange(flat, got, axis))  # type: ignore[arg-type]
+    got.sum(0)
+
+
+def _to_and_fro(sent: Tensor, axis: Axis) -> None:
+    """A message there and one of the same size back."""
+    got, other = torch.empty_like(sent), axis.ranks[1 - axis.index]
+    for turn in (0, 1):
+        if axis.index == turn:
+            dist.isend(sent, other, group=axis.group).wait()  # type: ignore[union-attr]
+        else:
+            dist.irecv(got, other, group=axis.group).wait()  # type: ignore[union-attr]
+
+
+def _thinned(sizes: list[float]) -> list[float]:
+    """At most so many sizes, the smallest and the largest among them."""
+    if len(sizes) <= MOST_POINTS:
+        return sizes
+    step = (len(sizes) - 1) / (MOST_POINTS - 1)
+    return sorted({sizes[round(i * step)] for i in range(MOST_POINTS)})
+
+
+class Lines:
+    """All communication that some plans need, one group of each kind."""
+
+    def __init__(self, needs: Sequence[CurveNeed], cluster: Cluster, places: Places,
+                 device: torch.device) -> None:  # fmt: skip
+        groups: dict[tuple[str, str], tuple[tuple[int, ...], set[float]]] = {}
+        for need in sorted(needs, key=lambda n: (n.op, n.ranks)):
+            ranks = tuple(sorted(need.ranks))
+            key = (need.op, cluster.place(ranks))
+            groups.setdefault(key, (ranks, set()))[1].add(max(4.0, need.num_bytes))
+        places.make_groups(ranks for ranks, _ in groups.values())
+        self.places = places
+        self.lines = {key: Line(key[0], ranks, list(sizes), places, device)
+                      for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
+
+    def round(self) -> None:
+        """Each in turn, everyone else idle."""
+        for line in self.lines.values():
+            line.round()
+            if self.places.size > 1:
+                dist.barrier()
+
+    def forget(self) -> None:
+        for line in self.lines.values():
+            line.busy.clear()
+            for samples in line.samples.values():
+                samples.clear()
+
+    def result(self) -> tuple[Curve, ...]:
+        """The mean of the ranks' medians: all must call this."""
+        curves = []
+        for (op, group), line in self.lines.items():
+            points = [self._joined(line, [median(line.samples[s])] if line.axis else [0.0])
+                      for s in line.sizes]  # fmt: skip
+            core = self._joined(line, [median(line.busy)] if line.axis else [0.0])
+            pairs = zip(line.sizes, points, strict=True)
+            curves.append(Curve(op, group, tuple(pairs), min(1.0, core)))
+        return tuple(curves)
+
+    def _joined(self, line: Line, own: list[float]) -> float:
+        value = self.places.sum(torch.tensor(own, dtype=torch.float64))
+        return float(value) / len(line.ranks)
+
+    def spread(self) -> float:
+        found = [spread(samples) for line in self.lines.values() if line.axis
+                 for samples in line.samples.values()]  # fmt: skip
+        return max(found, default=0.0)

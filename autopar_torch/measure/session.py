@@ -1,0 +1,98 @@
+"""One session of measuring: rounds of everything that is needed, until it is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..cluster import Cluster
+from ..profile import CellNeed, CurveNeed, Overheads, Piece, Profile
+from ..trace import Traced
+from .blocks import Axes, Blocks, Context, as_cells
+from .links import Lines, Places
+from .overheads import Extras
+
+WARM_UP = 2
+
+
+class Session:
+    """What to measure, ready to be measured as often as is wanted. All ranks act together."""
+
+    def __init__(self, traced: Traced, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
+                 cluster: Cluster, places: Places, axes: Axes, context: Context,
+                 device: torch.device) -> None:  # fmt: skip
+        self.cluster, self.places = cluster, places
+        self.chains = [
+            Blocks(own, traced, axes(mesh), context(rows), device)
+            for (mesh, rows), own in _chains(cells, traced).items()
+        ]
+        self.needs = list(dict.fromkeys(cells))
+        self.lines = Lines(curves, cluster, places, device)
+        rows = max((need.rows for need in cells), default=1)
+        self.extras = Extras(device, lambda: context(rows))
+        for chain in self.chains:
+            chain.count_bytes()
+            self._wait()
+        for _ in range(WARM_UP):
+            self.round()
+        for chain in self.chains:
+            chain.forget()
+        self.lines.forget()
+        self.extras.forget()
+
+    def round(self) -> None:
+        """One more sample of everything, everyone busy with the same at the same time."""
+        for chain in self.chains:
+            self._wait()
+            chain.round()
+        self._wait()
+        self.lines.round()
+        self.extras.round()
+
+    def _wait(self) -> None:
+        if self.places.size > 1:
+            dist.barrier()
+
+    def profile(self, fingerprint: str = "") -> Profile:
+        """All that was seen so far, the same on every rank."""
+        found: dict[CellNeed, Piece] = {}
+        for chain in self.chains:
+            found |= chain.result(self._ranks_per_core())
+        pieces = {need: self._joined_piece(found.get(need), need.rows) for need in self.needs}
+        overheads = Overheads(*self._mean(_values(self.extras.result()), True))
+        return Profile(self.cluster, as_cells(pieces), self.lines.result(), overheads, fingerprint,
+                       self._spread())  # fmt: skip
+
+    def _ranks_per_core(self) -> int:
+        cores = [self.cluster.core(rank) for rank in range(self.places.size)]
+        return max(cores.count(core) for core in cores)
+
+    def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
+        own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)
+        return Piece(rows, *self._mean(own, piece is not None))
+
+    def _mean(self, own: Sequence[float], counts: bool) -> list[float]:
+        """The mean over the ranks that took part."""
+        total = self.places.sum(torch.tensor([*own, float(counts)], dtype=torch.float64))
+        return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
+
+    def _spread(self) -> float:
+        own = max([self.lines.spread(), *(c.spread() for c in self.chains if c.active)])
+        return self._mean([own], True)[0]
+
+
+def _values(noun: Piece | Overheads) -> list[float]:
+    return [float(getattr(noun, name)) for name in noun.__struct_fields__]
+
+
+def _chains(cells: Sequence[CellNeed],
+            traced: Traced) -> dict[tuple[tuple[int, ...], int], list[CellNeed]]:  # fmt: skip
+    """Cells by mesh and number of rows, in the order of the model."""
+    order = list(traced.graph.kinds)
+    found: dict[tuple[tuple[int, ...], int], list[CellNeed]] = {}
+    for need in sorted(dict.fromkeys(cells), key=lambda n: (order.index(n.kind), n.key, n.rows)):
+        mesh = need.sharding.mesh if need.sharding else ()
+        found.setdefault((mesh, need.rows), []).append(need)
+    return found

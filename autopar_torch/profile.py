@@ -1,0 +1,190 @@
+"""Profile: what was measured (or read in a datasheet) about one model on one kind of hardware."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+
+from msgspec import Struct
+
+from . import files
+from .cluster import Cluster
+from .errors import ProfileError
+from .plan import Sharding
+
+SPLIT = "/split"  # cells whose backward is cut into input and weight parts
+
+
+class Piece(Struct, frozen=True):
+    """One block of a kind under one sharding, with so many rows, on one rank.
+
+    Seconds are a device's own: alone on its core. `comm` counts what tensor groups exchange inside.
+    """
+
+    rows: int
+    forward_s: float
+    backward_s: float
+    input_s: float = 0.0  # the part of backward that the stage before waits for
+    weight_s: float = 0.0
+    comm_forward_s: float = 0.0
+    comm_backward_s: float = 0.0
+    out_bytes: float = 0.0  # what it returns
+    kept_bytes: float = 0.0  # what forward leaves for backward, what it returns included
+    forward_bytes: float = 0.0  # most that forward needed at once
+    backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
+    stash_bytes: float = 0.0  # what a backward cut in two keeps between its parts
+
+
+class Cell(Struct, frozen=True):
+    """A kind under a sharding, at several numbers of rows."""
+
+    kind: str
+    sharding: str  # `sharding_key`
+    pieces: tuple[Piece, ...]
+    source: str = "measured"
+
+    def at(self, rows: int) -> Piece:
+        """The piece for so many rows: measured, else on the line through its neighbours."""
+        known = [piece.rows for piece in self.pieces]
+        place = bisect.bisect_left(known, rows)
+        if place < len(known) and known[place] == rows:
+            return self.pieces[place]
+        if len(known) == 1:
+            return _scaled(self.pieces[0], rows)
+        low = min(max(place - 1, 0), len(known) - 2)
+        return _between(self.pieces[low], self.pieces[low + 1], rows)
+
+
+def _scaled(piece: Piece, rows: int) -> Piece:
+    factor = rows / piece.rows
+    values = (getattr(piece, name) * factor for name in Piece.__struct_fields__[1:])
+    return Piece(rows, *values)
+
+
+def _between(a: Piece, b: Piece, rows: int) -> Piece:
+    share = (rows - a.rows) / (b.rows - a.rows)
+    pairs = ((getattr(a, name), getattr(b, name)) for name in Piece.__struct_fields__[1:])
+    return Piece(rows, *(max(0.0, x + share * (y - x)) for x, y in pairs))
+
+
+class Curve(Struct, frozen=True):
+    """Seconds of one communication over its size, for one kind of group.
+
+    `core` is how busy it keeps each rank's core meanwhile.
+    """
+
+    op: str  # "sum", "scatter", "gather", "send"
+    group: str  # `Cluster.place` of its ranks
+    points: tuple[tuple[float, float], ...]  # (bytes, seconds), by size
+    core: float = 0.0
+    source: str = "measured"
+
+    def seconds(self, num_bytes: float) -> float:
+        """On straight lines between the points; beyond them the last line goes on."""
+        points = self.points
+        if len(points) == 1:
+            return points[0][1]
+        sizes = [size for size, _ in points]
+        high = min(max(bisect.bisect_left(sizes, num_bytes), 1), len(points) - 1)
+        (x0, y0), (x1, y1) = points[high - 1], points[high]
+        share = (num_bytes - x0) / (x1 - x0)
+        return max(y0 + share * (y1 - y0), points[0][1] if num_bytes < sizes[0] else 0.0)
+
+
+class Overheads(Struct, frozen=True):
+    """What a step costs beside its blocks, on one rank."""
+
+    step_s: float = 0.0  # once per step: taking the batch, handing the gradients over
+    micro_batch_s: float = 0.0  # per micro-batch: its part of the batch, masks and tables
+    action_s: float = 0.0  # per action of the schedule
+    update_s_per_byte: float = 0.0  # optimizer, per byte of parameters
+    update_s_per_tensor: float = 0.0
+    add_s_per_byte: float = 0.0  # adding a gradient to what is there
+    copy_s_per_byte: float = 0.0  # packing a message
+    fixed_bytes: float = 0.0
+
+
+class Profile(Struct, frozen=True):
+    """Cells of one model, curves of one cluster, and what else a step costs."""
+
+    cluster: Cluster
+    cells: tuple[Cell, ...]
+    curves: tuple[Curve, ...] = ()
+    overheads: Overheads = Overheads()
+    fingerprint: str = ""
+    spread: float = 0.0  # median relative spread of what was measured
+    assumed: bool = False  # what was not measured is taken from the cluster's datasheets
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        files.save(self, path)
+
+
+class CellNeed(Struct, frozen=True, dict=True):
+    """A cell that some plan runs."""
+
+    kind: str
+    sharding: Sharding | None
+    rows: int
+    split: bool = False  # backward cut into input and weight parts
+
+    @cached_property
+    def key(self) -> str:
+        return sharding_key(self.sharding) + (SPLIT if self.split else "")
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.key, self.rows))
+
+
+class CurveNeed(Struct, frozen=True):
+    """A communication that some plan uses."""
+
+    op: str
+    ranks: tuple[int, ...]
+    num_bytes: float
+
+
+class Lookup:
+    """A profile by name; says what was not measured instead of guessing."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.cells = {(cell.kind, cell.sharding): cell for cell in profile.cells}
+        self.curves = {(curve.op, curve.group): curve for curve in profile.curves}
+        self._pieces: dict[tuple[str, str, int], Piece] = {}
+
+    def piece(self, kind: str, sharding: str, rows: int) -> Piece:
+        key = (kind, sharding, rows)
+        if key not in self._pieces:
+            if key[:2] not in self.cells:
+                raise ProfileError(
+                    f"{kind} under sharding {sharding or 'whole'} was not measured",
+                    where="Profile.cells", fix="measure again for this plan",
+                )  # fmt: skip
+            self._pieces[key] = self.cells[key[:2]].at(rows)
+        return self._pieces[key]
+
+    def curve(self, op: str, ranks: Sequence[int]) -> Curve:
+        group = self.profile.cluster.place(ranks)
+        if (op, group) not in self.curves:
+            known = ", ".join(sorted({f"{o} {g}" for o, g in self.curves})) or "none"
+            raise ProfileError(f"{op} among {tuple(ranks)} ({group}) was not measured",
+                               where="Profile.curves", fix=f"measured are: {known}")  # fmt: skip
+        return self.curves[op, group]
+
+
+def sharding_key(sharding: Sharding | None) -> str:
+    """Equal for shardings that run the same program."""
+    if sharding is None:
+        return ""
+    text = repr((sharding.mesh, sorted(sharding.ops.items()), sorted(sharding.forms.items())))
+    mesh = "x".join(map(str, sharding.mesh))
+    return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a profile back, checked."""
+    return files.load(path, Profile)

@@ -1,0 +1,43 @@
+"""Measuring for a traced model: what the simulator would ask, on the ranks that will train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..cluster import Cluster
+from ..measure import detect
+from ..measure.blocks import Context
+from ..measure.session import Session
+from ..plan import Plan
+from ..simulate.needs import needs_of
+from ..trace import Traced
+from ..trace.call import Call
+from .context import Prologue
+from .world import World
+
+
+def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Sequence[Tensor],
+            buffers: Mapping[str, Tensor], world: World,
+            device: torch.device) -> Session:  # fmt: skip
+    """Everything that simulating these plans needs, ready to be measured. All ranks call it."""
+    found = cluster_of(world)
+    cells, curves = needs_of(candidates, traced.graph, found, call.num_rows)
+    meshes = {need.sharding.mesh for need in cells if need.sharding}
+    world.make_mesh_groups(sorted(meshes))
+    names = [n for block in traced.graph.blocks for n in block.context.values()]
+    prologue = Prologue(traced, names, dict(buffers), device)
+    return Session(traced, cells, curves, found, world, world.mesh_axes,
+                   _contexts(prologue, call, tensors), device)  # fmt: skip
+
+
+def cluster_of(world: World) -> Cluster:
+    return detect.cluster(world.gather)
+
+
+def _contexts(prologue: Prologue, call: Call, tensors: Sequence[Tensor]) -> Context:
+    """Values of the prologue for the first rows of a real batch."""
+    whole = prologue.for_batch(call, tensors)
+    return lambda rows: prologue.for_rows(call, tensors, whole, 0, rows)

@@ -1,0 +1,147 @@
+"""Best-first search: candidates by increasing lower bound, until no bound can beat the best."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from ..errors import SearchError
+from ..model import ModelGraph
+from ..plan import Plan
+from ..profile import Lookup
+from .borders import cuts
+from .bounds import bounds
+from .evaluate import Found, Pricer
+from .space import Candidate, Constraints, Option, as_plan, candidates
+from .tables import Tables
+
+KEPT = 8  # runners-up
+ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
+SAFETY = 1.02  # predicted bytes are off by so much at most where a plan must fit
+
+
+class Choice(Struct, frozen=True):
+    """One plan of the result."""
+
+    plan: Plan
+    step_s: float
+    memory_bytes: float
+
+
+class Result(Struct, frozen=True):
+    """The best plan, the next ones, and how the rest was dealt with."""
+
+    best: Choice
+    runners_up: tuple[Choice, ...]
+    considered: int
+    discarded: dict[str, int]  # rule -> candidates
+    priced: int  # candidates with borders
+    gap: float  # 0: proven; else how much faster some plan not looked at could be
+    seconds: float
+
+    @property
+    def how_exact(self) -> str:
+        rules = ", ".join(f"{n} by {rule}" for rule, n in self.discarded.items())
+        proof = "proven fastest" if not self.gap else f"stopped early, gap at most {self.gap:.1%}"
+        return (f"{proof}: {self.considered} candidates, {rules or 'none discarded'}, "
+                f"{self.priced} priced")  # fmt: skip
+
+
+def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
+           limits: Constraints | None = None, *, exhaustive: bool = False,
+           time_limit_s: float = 0.0, kept: int = KEPT) -> Result:  # fmt: skip
+    """The fastest plan that fits; with `exhaustive` by looking at every one."""
+    start, limits = time.perf_counter(), limits or Constraints()
+    cluster = profile.profile.cluster
+    tables = Tables(options, graph, profile)
+    found = list(candidates(options, graph, cluster.num_devices, num_rows, limits))
+    if not found:
+        raise SearchError(
+            f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
+            where="constraints", fix="leave tp, pp, dp or num_micro_batches open",
+        )  # fmt: skip
+    capacity = limits.memory_bytes or min(d.memory_bytes for d in cluster.devices)
+    hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept)
+    hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
+    if not hunt.best:
+        raise _nothing_fits(hunt, capacity)
+    choices = tuple(Choice(as_plan(f.candidate, f.borders, options), f.step_s, f.memory_bytes)
+                    for f in hunt.best)  # fmt: skip
+    return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
+                  time.perf_counter() - start)  # fmt: skip
+
+
+class _Hunt:
+    """The state of one search."""
+
+    def __init__(self, tables: Tables, found: list[Candidate], num_rows: int, capacity: float,
+                 kept: int) -> None:  # fmt: skip
+        self.tables, self.found, self.num_rows = tables, found, num_rows
+        self.capacity, self.kept = capacity, kept
+        self.bounds = bounds(found, tables, num_rows)
+        self.best: list[Found] = []
+        self.nearest: Found | None = None  # the one that fails to fit by least
+        self.discarded: Counter[str] = Counter()
+        self.priced = 0
+        self.gap = 0.0
+
+    def run(self, exhaustive: bool, deadline: float | None) -> None:
+        order = np.lexsort((np.arange(len(self.found)), self.bounds.seconds))
+        too_large = self.bounds.memory_bytes > self.capacity
+        for done, i in enumerate(order):
+            if not exhaustive and self.bounds.seconds[i] > self._limit() * ROUNDING:
+                self.discarded["time bound"] += len(order) - done
+                return
+            if not exhaustive and too_large[i]:
+                self.discarded["memory bound"] += 1
+                continue
+            if deadline is not None and time.perf_counter() > deadline and self.best:
+                self.gap = 1 - float(self.bounds.seconds[i]) / self.best[0].step_s
+                return
+            self._price(self.found[i], exhaustive)
+
+    def _limit(self) -> float:
+        """What a candidate has to beat to be kept."""
+        return self.best[-1].step_s if len(self.best) == self.kept else np.inf
+
+    def _price(self, candidate: Candidate, exhaustive: bool) -> None:
+        pricer = Pricer(self.tables, candidate, self.num_rows)
+        blocks = pricer.blocks
+        split = candidate.schedule == "zero_bubble"
+        seconds = blocks.forward + (blocks.input + blocks.weight if split else blocks.backward)
+
+        def fits(stage: int, first: int, end: int) -> bool:
+            return pricer.memory(stage % candidate.pp, [(first, end)]) <= self.capacity
+
+        several = 0
+        for borders in cuts(seconds, candidate.stages(), fits):
+            several += 1
+            self._consider(pricer.price(borders))
+        self.priced += several
+        if not several:
+            self.discarded["no cut fits"] += 1
+
+    def _consider(self, found: Found) -> None:
+        if found.memory_bytes > self.capacity:
+            self.discarded["memory"] += 1
+            if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
+                self.nearest = found
+            return
+        self.best = sorted([*self.best, found], key=lambda f: f.order)[: self.kept]
+
+
+def _nothing_fits(hunt: _Hunt, capacity: float) -> SearchError:
+    least = float(hunt.bounds.memory_bytes.min())
+    near = hunt.nearest
+    shown = f"every plan needs at least {least / 2**30:.2f} GiB"
+    if near:
+        shown = f"the nearest miss needs {near.memory_bytes / 2**30:.2f} GiB ({near.candidate})"
+    return SearchError(
+        f"no plan fits into {capacity / 2**30:.2f} GiB per device: {shown}",
+        where="memory per device",
+        fix="a smaller global batch; more devices; or bfloat16 (precision='bfloat16')",
+    )

@@ -1,0 +1,143 @@
+"""The space of plans: what a candidate says, and every candidate that the structure allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from ..model import ModelGraph
+from ..plan import Plan, Replica, ScheduleName, Sharding, Stage
+
+
+class Option(Struct, frozen=True):
+    """One way to split the whole chain on a mesh: a sharding per block (None: whole)."""
+
+    mesh: tuple[int, ...]
+    shardings: tuple[Sharding | None, ...]
+
+    @property
+    def degree(self) -> int:
+        return math.prod(self.mesh)
+
+
+class Constraints(Struct, frozen=True):
+    """What the user pins or forbids; None leaves it open."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    num_micro_batches: int | None = None
+    schedule: ScheduleName | None = None
+    recompute: bool | None = None
+    max_virtual: int = 2
+    memory_bytes: int | None = None  # per device, instead of what the device has
+
+
+class Candidate(NamedTuple):
+    """A plan but for its stage borders."""
+
+    option: int
+    pp: int
+    dp: int
+    micro_batches: int  # per replica
+    schedule: ScheduleName
+    virtual: int
+    zero: int
+    recompute: bool
+
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
+
+
+def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, num_rows: int,
+               limits: Constraints) -> Iterator[Candidate]:  # fmt: skip
+    """Everything that fits the number of devices, blocks and rows."""
+    coupled = any(kind.couples_rows for kind in graph.kinds.values())
+    for index, option in enumerate(options):
+        rest, odd = divmod(num_devices, option.degree)
+        if odd or not _allows(limits.tp, option.degree):
+            continue
+        for pp in divisors(rest):
+            if not _allows(limits.pp, pp) or pp > len(graph.blocks):
+                continue
+            dp = rest // pp
+            if _allows(limits.dp, dp) and dp <= num_rows:
+                yield from _inner(index, pp, dp, num_rows, len(graph.blocks), coupled, limits)
+
+
+def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
+           limits: Constraints) -> Iterator[Candidate]:  # fmt: skip
+    """Micro-batches, schedule, ZeRO and recompute of one shape."""
+    counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
+    for count in counts:
+        if not _allows(limits.num_micro_batches, count):
+            continue
+        for schedule, virtual in _schedules(pp, count, num_blocks, limits):
+            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+                if not _allows(limits.zero, zero):
+                    continue
+                for recompute in (False, True):
+                    if _allows(limits.recompute, recompute):
+                        yield Candidate(index, pp, dp, count, schedule, virtual, zero, recompute)
+
+
+def _schedules(pp: int, count: int, num_blocks: int,
+               limits: Constraints) -> Iterator[tuple[ScheduleName, int]]:  # fmt: skip
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in SCHEDULES:
+        if not _allows(limits.schedule, name) or (name != "gpipe" and count == 1):
+            continue
+        if name != "interleaved":
+            yield name, 1
+            continue
+        for virtual in range(2, limits.max_virtual + 1):
+            if pp * virtual <= num_blocks and count % pp == 0:
+                yield name, virtual
+
+
+def divisors(n: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
+
+
+def _allows(pinned: object, value: object) -> bool:
+    return pinned is None or pinned == value
+
+
+def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
+            reason: str = "found by search") -> Plan:  # fmt: skip
+    """The candidate written out: devices of a tensor group are neighbours, then stages."""
+    option = options[candidate.option]
+    tp, pp = option.degree, candidate.pp
+    table: list[Sharding] = []
+    numbers = [_number(table, sharding) for sharding in option.shardings]
+
+    def stage(replica: int, s: int) -> Stage:
+        start = (replica * pp + s % pp) * tp
+        first, last = borders[s], borders[s + 1]
+        own = tuple(numbers[first:last]) if tp > 1 else None
+        mesh = option.mesh if tp > 1 else ()
+        return Stage(tuple(range(start, start + tp)), (first, last), mesh, candidate.recompute, own)
+
+    replicas = tuple(
+        Replica(tuple(stage(r, s) for s in range(candidate.stages())), candidate.micro_batches)
+        for r in range(candidate.dp)
+    )
+    return Plan(replicas, candidate.schedule, candidate.zero, "float32", tuple(table), reason)
+
+
+def _number(table: list[Sharding], sharding: Sharding | None) -> int:
+    if sharding is None:
+        return -1
+    if sharding not in table:
+        table.append(sharding)
+    return table.index(sharding)

@@ -1,0 +1,108 @@
+"""Time and bytes of a block that was never run: its ops by datasheet, its conversions by links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from torch import fx
+
+from ..model import TensorInfo
+from ..plan import Sharding
+from ..profile import Piece
+from .layout import WHOLE, Forms, parse_forms, parts_of
+from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
+from .rules import op_name, strategies
+from .solve import Choice, combine
+
+_LINEAR = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "add_", "clone", "to", "_to_copy"}
+
+
+class _Estimate:
+    """One walk over a block, collecting seconds and bytes."""
+
+    def __init__(self, graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> None:
+        self.graph, self.sharding, self.prices = graph, sharding, prices
+        self.mesh = sharding.mesh if sharding else ()
+        self.choices = self._choices()
+        self.compute = self.comm_forward = self.comm_backward = self.kept = self.out = 0.0
+        self.largest = 0.0
+        self.done: set[tuple[str, Forms, Forms]] = set()
+
+    def _choices(self) -> dict[fx.Node, Choice]:
+        if self.sharding is None:
+            return {}
+        return {node: next(c for c in combine(node, options, self.mesh)
+                           if c.text == self.sharding.ops[node.name])
+                for node, options in strategies(self.graph).items()}  # fmt: skip
+
+    def run(self) -> Piece:
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                self._op(node)
+            elif node.op == "output":
+                self._output(node)
+        return Piece(self.prices.rows, self.compute, 2 * self.compute, self.compute, self.compute,
+                     self.comm_forward, self.comm_backward, self.out, self.kept + self.out,
+                     self.kept + self.out, self.largest * 3, self.kept + self.out)  # fmt: skip
+
+    def _op(self, node: fx.Node) -> None:
+        choice = self.choices.get(node)
+        self.compute += op_seconds(node, self.prices, choice.share if choice else 1)
+        size = self._local_bytes(node)
+        self.largest = max(self.largest, size)
+        if node.meta["info"] is not None and any(op_name(u) not in _LINEAR for u in _ops(node)):
+            self.kept += size
+        for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):
+            if choice:
+                self._convert(value, choice.ins[k])
+
+    def _output(self, node: fx.Node) -> None:
+        for k, value in enumerate(node.args[0]):  # type: ignore[arg-type]
+            self.out += self._local_bytes(value)  # type: ignore[arg-type]
+            if form := self._form(f"y{k}"):
+                self._convert(value, form)  # type: ignore[arg-type]
+
+    def _form(self, name: str) -> Forms | None:
+        text = self.sharding.forms.get(name) if self.sharding else None
+        return parse_forms(text) if text else None
+
+    def _made(self, node: fx.Node) -> Forms:
+        if node in self.choices:
+            return self.choices[node].made
+        whole = (WHOLE,) * len(self.mesh)
+        return self._form(node.name) or Forms(whole, whole)
+
+    def _local_bytes(self, node: fx.Node) -> float:
+        if not self.mesh:
+            return float(num_bytes(node.meta["info"], self.prices.rows))
+        parts = parts_of(self.mesh, self._made(node).value)
+        return num_bytes(node.meta["info"], self.prices.rows) / parts
+
+    def _convert(self, node: fx.Node, want: Forms) -> None:
+        """Through the form that its readers share, each conversion once."""
+        steps = [self._made(node), *filter(None, [self._form(f"{node.name}.form")]), want]
+        info = node.meta["info"]
+        if isinstance(info, tuple) or node.name.startswith(("w_", "c")):
+            return
+        for have, then in pairwise(steps):
+            if have != then and (node.name, have, then) not in self.done:
+                self.done.add((node.name, have, then))
+                self._move(info, have, then)
+
+    def _move(self, info: TensorInfo, have: Forms, then: Forms) -> None:
+        size = float(info.num_bytes(self.prices.rows))
+        self.comm_forward += convert_seconds(have.value, then.value, size, self.mesh, self.prices)
+        if info.grad:
+            self.comm_backward += convert_seconds(
+                then.grad, have.grad, size, self.mesh, self.prices
+            )
+
+
+def _ops(node: fx.Node) -> Iterator[fx.Node]:
+    return (user for user in node.users if user.op == "call_function")
+
+
+def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> Piece:
+    """A piece as measuring would give it."""
+    return _Estimate(graph, sharding, prices).run()

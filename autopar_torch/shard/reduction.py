@@ -1,0 +1,119 @@
+"""How gradients come together: who cuts a parameter under ZeRO, and what travels in one message.
+
+Pure: the runtime executes these buckets, the simulator prices them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..model import ModelGraph
+from ..plan import Plan
+from .holdings import Holding, Team, all_holdings, team_of
+from .layout import local_shape
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class Share(NamedTuple):
+    """One parameter or buffer on one rank."""
+
+    name: str
+    holding: Holding
+    team: Team
+    local: tuple[int, ...]  # this rank's part before the ZeRO cut
+    dtype: str
+    trained: bool  # its gradient is wanted
+    zero: bool  # cut once more among its team
+    steady: bool  # all of the team use it at the same points of their schedules
+
+    @property
+    def rows(self) -> int:
+        """Rows of dim 0 per rank under ZeRO (the last ranks may have fewer)."""
+        return -(-self.local[0] // len(self.team.ranks)) if self.zero else self.local[0]
+
+    @property
+    def piece(self) -> int:
+        """Elements of a ZeRO piece, padding included."""
+        return self.rows * math.prod(self.local[1:])
+
+    @property
+    def num_local(self) -> int:
+        return math.prod(self.local)
+
+    @property
+    def num_owned(self) -> int:
+        """Elements that the optimizer of this rank sees."""
+        if not self.zero:
+            return self.num_local
+        start = min(self.team.ranks.index(self.holding.rank) * self.rows, self.local[0])
+        return (min(start + self.rows, self.local[0]) - start) * math.prod(self.local[1:])
+
+    @property
+    def num_sent(self) -> int:
+        """Elements of its gradient in a message, per rank that gets a piece of its own."""
+        return self.piece if self.zero else self.num_local
+
+
+def is_stacked(holding: Holding) -> bool:
+    """Whether the boxes of a part lie one after the other along dim 0."""
+    return all(cut.split.outer == 1 or cut.split.dim == 0 for cut in holding.cuts)
+
+
+def shares_of(plan: Plan, graph: ModelGraph, rank: int,
+              holdings: Mapping[str, list[Holding]] | None = None) -> dict[str, Share]:  # fmt: skip
+    """Everything that a rank has a part of."""
+    found = {}
+    for name, everyone in (holdings or all_holdings(plan, graph)).items():
+        mine = next((h for h in everyone if h.rank == rank), None)
+        if mine is not None:
+            found[name] = _share(plan, graph, name, mine, team_of(everyone, rank))
+    return found
+
+
+def _share(plan: Plan, graph: ModelGraph, name: str, holding: Holding, team: Team) -> Share:
+    info = graph.params[name]
+    local = tuple(local_shape(info.shape, holding.forms.value, holding.mesh))
+    can_cut = len(team.ranks) > 1 and not team.mixed and bool(local)
+    trained = info.trainable and not info.buffer
+    zero = plan.zero > 0 and can_cut and trained and is_stacked(holding)
+    steady = zero and _alike(plan) and _in_one_stage(plan, graph, name)
+    return Share(name, holding, team, local, info.dtype, trained, zero, steady)
+
+
+def _alike(plan: Plan) -> bool:
+    """Whether all replicas run the same stages equally often."""
+    shapes = {(r.num_micro_batches, *((s.blocks, s.axes) for s in r.stages))
+              for r in plan.replicas}  # fmt: skip
+    return len(shapes) == 1
+
+
+def _in_one_stage(plan: Plan, graph: ModelGraph, name: str) -> bool:
+    """Whether only one stage of every replica reads a parameter."""
+    users = graph.users(name)
+    stages = [s.blocks for s in plan.replicas[0].stages if s.blocks]
+    return sum(any(a <= u < b for u in users) for a, b in stages) == 1
+
+
+def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, zero: int,
+               blocks_of: Mapping[int, list[str]]) -> list[list[Share]]:  # fmt: skip
+    """Gradients that travel together, in the order in which the backward makes them.
+
+    `blocks_of`: block -> its parameters; later blocks get their gradients first.
+    """
+    order = [n for block in sorted(blocks_of, reverse=True) for n in reversed(blocks_of[block])]
+    first_use = {name: graph.users(name)[0] for name in dict.fromkeys(order)}
+    open_: dict[tuple[object, ...], list[Share]] = {}
+    done: list[list[Share]] = []
+    for name in dict.fromkeys(sorted(order, key=lambda n: -first_use[n])):
+        share = shares[name]
+        if not share.trained:
+            continue
+        block = first_use[name] if zero >= 2 else 0
+        key = (share.team, share.zero, share.steady, share.dtype, block)
+        open_.setdefault(key, []).append(share)
+        if sum(s.num_local * 4 for s in open_[key]) >= BUCKET_BYTES:
+            done.append(open_.pop(key))
+    return done + list(open_.values())

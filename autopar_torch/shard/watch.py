@@ -1,0 +1,79 @@
+"""Who is asked to listen hears of every blocking communication inside a block."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Stamp = Any  # a time on the CPU, an event on a GPU
+
+
+def stamp() -> Stamp:
+    """This moment of the stream that computes."""
+    if torch.cuda.is_available():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def between(start: Stamp, end: Stamp) -> float:
+    """Seconds from one moment to another."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+class Watch:
+    """What was heard: (name, start, end)."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Stamp, Stamp]] = []
+        self.core_s = 0.0  # what the waiting thread itself computed meanwhile
+
+    def note(self, name: str, start: Stamp) -> None:
+        self.spans.append((name, start, stamp()))
+
+    @property
+    def seconds(self) -> float:
+        return sum(between(start, end) for _, start, end in self.spans)
+
+
+_listening: list[Watch] = []
+
+
+@contextlib.contextmanager
+def listen() -> Iterator[Watch]:
+    """Hear of communication until the end of the block."""
+    watch = Watch()
+    _listening.append(watch)
+    try:
+        yield watch
+    finally:
+        _listening.remove(watch)
+
+
+def heard(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that communicates and waits for it."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _listening:
+            return function(*args, **kwargs)
+        start, core = stamp(), time.thread_time()
+        result = function(*args, **kwargs)
+        core = time.thread_time() - core
+        for watch in _listening:
+            watch.note(function.__name__, start)
+            watch.core_s += core
+        return result
+
+    return wrapped

@@ -1,0 +1,230 @@
+"""What every stage of a plan costs, read from a profile: the numbers that both simulators use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..model import Block, ModelGraph, TensorInfo
+from ..plan import Plan, Sharding, Stage
+from ..profile import SPLIT, Lookup, Piece, sharding_key
+from ..shard.holdings import all_holdings
+from ..shard.layout import local_shape, parse_forms
+from ..shard.reduction import Share, buckets_of, shares_of
+
+_ITEM_BYTES = {"float64": 8, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Computing, then exchanging within the stage, on every rank of it."""
+
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.compute_s + other.compute_s, self.comm_s + other.comm_s)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.comm_s
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One block for one micro-batch."""
+
+    forward: Work
+    backward: Work  # recompute included
+    input: Work
+    weight: Work
+    kept_bytes: float
+    forward_bytes: float
+    backward_bytes: float
+    stash_bytes: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients in one message among a team: after which block it can start."""
+
+    block: int
+    ranks: tuple[int, ...]
+    num_bytes: float
+    op: str  # "sum" or "scatter"
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """One rank of one stage: its blocks in order, and what it holds."""
+
+    rank: int
+    blocks: tuple[BlockWork, ...]
+    buckets: tuple[Bucket, ...]
+    gathers: tuple[tuple[tuple[int, ...], float], ...]  # at the start of a step: (team, bytes)
+    param_bytes: float
+    grad_bytes: float
+    owned_bytes: float
+    largest_bytes: float
+    num_tensors: int
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage of one replica, per number of rows of a micro-batch."""
+
+    ranks: tuple[RankCost, ...]
+    send_bytes: float  # forward, per rank
+    back_bytes: float  # what it sends back to the stage before
+
+    def total(self, name: str) -> Work:
+        """The work of one kind over all blocks, on its slowest rank."""
+        sums = (sum((getattr(b, name) for b in rank.blocks), Work()) for rank in self.ranks)
+        return max(sums, key=lambda work: work.seconds)
+
+
+class Costs:
+    """Costs of a plan; everything is looked up once per number of rows."""
+
+    def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup) -> None:
+        self.plan, self.graph, self.profile = plan, graph, profile
+        self.holdings = all_holdings(plan, graph)
+        self.shares = {rank: shares_of(plan, graph, rank, self.holdings) for rank in plan.devices}
+        self._stages: dict[tuple[int, int, int], StageCost] = {}
+
+    def stage(self, replica: int, stage: int, rows: int) -> StageCost:
+        key = (replica, stage, rows)
+        if key not in self._stages:
+            self._stages[key] = self._stage(*key)
+        return self._stages[key]
+
+    def _stage(self, replica: int, index: int, rows: int) -> StageCost:
+        stage = self.plan.replicas[replica].stages[index]
+        first, last = stage.blocks or (0, 0)
+        num_blocks = len(self.graph.blocks)
+        leaving = self.graph.crossing(last) if last < num_blocks else {}
+        arriving = self.graph.crossing(first) if first else {}
+        ranks = tuple(self._rank(stage, rank, rows) for rank in stage.devices)
+        back = {name: info for name, info in arriving.items() if info.grad}
+        return StageCost(ranks, self._border(stage, leaving, rows),
+                         self._border(stage, back, rows))  # fmt: skip
+
+    def _border(self, stage: Stage, values: dict[str, TensorInfo], rows: int) -> float:
+        return float(sum(_bytes(self._local(stage, name, info, rows), info.dtype)
+                         for name, info in values.items()))  # fmt: skip
+
+    def _local(self, stage: Stage, value: str, info: TensorInfo, rows: int) -> Sequence[int]:
+        first, last = stage.blocks or (0, 0)
+        for block in range(first, last):
+            slots = {**self.graph.blocks[block].inputs, **self.graph.blocks[block].outputs}
+            slot = next((s for s, v in slots.items() if v == value), None)
+            sharding = sharding_of(self.plan, stage, block)
+            if slot is not None and sharding is not None:
+                form = parse_forms(sharding.forms[slot])
+                return local_shape(info.at(rows), form.value, stage.axes)
+        return info.at(rows)
+
+    def _rank(self, stage: Stage, rank: int, rows: int) -> RankCost:
+        first, last = stage.blocks or (0, 0)
+        shares = self.shares[rank]
+        names = {b: list(self.graph.blocks[b].params.values()) for b in range(first, last)}
+        mine = [shares[n] for n in dict.fromkeys(n for ns in names.values() for n in ns)]
+        blocks = tuple(self._block(stage, rank, b, rows) for b in range(first, last))
+        groups = buckets_of(shares, self.graph, self.plan.zero, names)
+        trained = [s for s in mine if s.trained]
+        copies = self.plan.precision == "bfloat16"
+        return RankCost(
+            rank, blocks,
+            tuple(self._bucket(group, first, last) for group in groups),
+            tuple(self._gathers(trained)),
+            param_bytes=sum(_held_bytes(s, copies) for s in mine),
+            grad_bytes=sum(_bytes(s.local, s.dtype) for s in trained),
+            owned_bytes=float(sum(s.num_owned * _item(s.dtype) for s in trained)),
+            largest_bytes=max((s.num_owned * _item(s.dtype) for s in trained), default=0),
+            num_tensors=len(trained),
+        )  # fmt: skip
+
+    def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
+        """It is complete with its earliest block: backward goes from last to first."""
+        users = [u for s in group for u in self.graph.users(s.name) if first <= u < last]
+        size = sum(s.num_sent * _item(s.dtype) for s in group)
+        zero = group[0].zero
+        ranks = group[0].team.ranks
+        return Bucket(min(users), ranks, float(size * (len(ranks) if zero else 1)),
+                      "scatter" if zero else "sum")  # fmt: skip
+
+    def _gathers(self, shares: list[Share]) -> list[tuple[tuple[int, ...], float]]:
+        """Parameters that are gathered once per step, by team."""
+        sizes: dict[tuple[int, ...], float] = {}
+        for share in shares:
+            if share.zero and not self._per_use(share):
+                size = share.piece * _item(share.dtype) * len(share.team.ranks)
+                sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
+        return sorted(sizes.items())
+
+    def _per_use(self, share: Share) -> bool:
+        return self.plan.zero == 3 and share.steady
+
+    def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
+        block = self.graph.blocks[index]
+        split = SPLIT if self.plan.schedule == "zero_bubble" else ""
+        key = sharding_key(sharding_of(self.plan, stage, index)) + split
+        piece = self.profile.piece(block.kind, key, rows)
+        gather = self._gather_work(block, rank)
+        again = stage.recompute and not self.graph.kind_of(index).mutates
+        return block_work(piece, gather, again)
+
+    def _gather_work(self, block: Block, rank: int) -> Work:
+        """ZeRO 3: what a block gathers before it runs, forward and backward."""
+        own = [self.shares[rank][name] for name in block.params.values()]
+        used = [share for share in own if self._per_use(share)]
+        work = Work()
+        for ranks in {share.team.ranks for share in used}:
+            size = sum(s.piece * _item(s.dtype) for s in used if s.team.ranks == ranks)
+            total = size * len(ranks)
+            copy = self.profile.profile.overheads.copy_s_per_byte * total
+            work += Work(copy, self.profile.curve("gather", ranks).seconds(total))
+        return work
+
+
+def block_work(piece: Piece, gather: Work, recompute: bool) -> BlockWork:
+    """A piece, with what is gathered and computed again."""
+    forward = Work(piece.forward_s, piece.comm_forward_s)
+    again = forward if recompute else Work()
+    return BlockWork(
+        forward + gather,
+        Work(piece.backward_s, piece.comm_backward_s) + gather + again,
+        Work(piece.input_s, piece.comm_backward_s) + gather + again,
+        Work(piece.weight_s),
+        kept_bytes=piece.out_bytes if recompute else piece.kept_bytes,
+        forward_bytes=piece.forward_bytes,
+        backward_bytes=piece.backward_bytes + (piece.kept_bytes if recompute else 0.0),
+        stash_bytes=piece.stash_bytes,
+    )
+
+
+def sharding_of(plan: Plan, stage: Stage, block: int) -> Sharding | None:
+    """How a block is split, None where it is whole."""
+    number = -1 if stage.shardings is None else stage.shardings[block - (stage.blocks or (0, 0))[0]]
+    return plan.shardings[number] if number >= 0 else None
+
+
+def _item(dtype: str) -> int:
+    return _ITEM_BYTES.get(dtype, 8 if dtype.startswith("int64") else 4)
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> float:
+    return float(math.prod(shape) * _item(dtype))
+
+
+def _held_bytes(share: Share, copies: bool) -> float:
+    """What stays of a parameter between steps: its own part, and a leaf where that differs."""
+    own = share.num_owned * _item(share.dtype)
+    if share.zero:
+        leaf = share.num_local * (2 if copies else _item(share.dtype))
+        return own + leaf
+    return own + (share.num_local * 2 if copies and share.trained else 0)
+
+
+__all__ = ["BlockWork", "Bucket", "Costs", "RankCost", "StageCost", "Work"]

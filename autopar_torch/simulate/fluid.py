@@ -1,0 +1,153 @@
+"""The fluid engine: tasks that run together share what they need, max-min fair.
+
+A task needs an amount of each of its resources to run at full speed. Whatever is wanted by more
+than it has is shared so that the smallest share is as large as can be; who needs less than that
+gets all it needs. Capacities may change at given moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..errors import ScheduleError
+
+EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work that takes `seconds` at full speed, after the tasks that it waits for."""
+
+    name: str
+    seconds: float
+    needs: Mapping[str, float]  # resource -> amount at full speed
+    after: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    stream: str = "compute"
+
+
+class Capacity(NamedTuple):
+    """From `at_s` on, a resource has so much (1: all that it was measured with)."""
+
+    at_s: float
+    resource: str
+    amount: float
+
+
+@dataclass
+class _State:
+    tasks: Sequence[Task]
+    capacity: dict[str, float]
+    waiting: list[int] = field(default_factory=list)
+    readers: list[list[int]] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    running: dict[int, float] = field(default_factory=dict)  # task -> rate
+    start: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+
+
+def run(tasks: Sequence[Task], changes: Sequence[Capacity] = ()) -> list[tuple[float, float]]:
+    """(start, end) of every task."""
+    state = _prepare(tasks)
+    events = sorted(changes)
+    now, done = 0.0, 0
+    ready = [i for i, count in enumerate(state.waiting) if count == 0]
+    while True:
+        while events and events[0].at_s <= now + EPSILON:
+            change = events.pop(0)
+            state.capacity[change.resource] = change.amount
+        for i in ready:
+            state.start[i], state.running[i] = now, 1.0
+        ready = []
+        if not state.running:
+            break
+        _share(state)
+        step = min((_time_left(state, i) for i in state.running), default=math.inf)
+        if events:
+            step = min(step, events[0].at_s - now)
+        if math.isinf(step):
+            stuck = ", ".join(tasks[i].name for i in list(state.running)[:4])
+            raise ScheduleError(f"nothing can go on: {stuck} have no capacity left")
+        now += step
+        ready = _advance(state, step, now)
+        done += len(ready)
+    if any(math.isinf(end) for end in state.end):
+        raise ScheduleError("some tasks wait for each other and never start")
+    return list(zip(state.start, state.end, strict=True))
+
+
+def _prepare(tasks: Sequence[Task]) -> _State:
+    state = _State(tasks, {})
+    state.waiting = [len(set(task.after)) for task in tasks]
+    state.readers = [[] for _ in tasks]
+    for i, task in enumerate(tasks):
+        for before in set(task.after):
+            state.readers[before].append(i)
+    state.left = [task.seconds for task in tasks]
+    state.start = [math.inf] * len(tasks)
+    state.end = [math.inf] * len(tasks)
+    return state
+
+
+def _time_left(state: _State, i: int) -> float:
+    if state.left[i] <= EPSILON:
+        return 0.0
+    return state.left[i] / state.running[i] if state.running[i] > 0 else math.inf
+
+
+def _advance(state: _State, step: float, now: float) -> list[int]:
+    """Let time pass; returns the tasks that may start now."""
+    ready = []
+    for i in list(state.running):
+        state.left[i] -= state.running[i] * step
+        if state.left[i] <= EPSILON * max(1.0, state.tasks[i].seconds):
+            del state.running[i]
+            state.end[i] = now
+            for reader in state.readers[i]:
+                state.waiting[reader] -= 1
+                if state.waiting[reader] == 0:
+                    ready.append(reader)
+    return ready
+
+
+def _share(state: _State) -> None:
+    """Max-min fair rates: everyone's largest share of a resource grows alike until it is full."""
+    load: dict[str, float] = {}
+    for i in state.running:
+        for resource, amount in state.tasks[i].needs.items():
+            load[resource] = load.get(resource, 0.0) + amount
+    tight = {r for r, amount in load.items() if amount > state.capacity.get(r, 1.0) + EPSILON}
+    for i in state.running:
+        state.running[i] = 1.0
+    if tight:
+        _fill(state, tight)
+
+
+def _fill(state: _State, tight: set[str]) -> None:
+    """Progressive filling over the tasks that touch a resource in short supply."""
+    needs = {i: {r: a for r, a in state.tasks[i].needs.items() if r in tight and a > 0}
+             for i in state.running}  # fmt: skip
+    needs = {i: wanted for i, wanted in needs.items() if wanted}
+    weight = {i: max(wanted.values()) for i, wanted in needs.items()}
+    room = {r: state.capacity.get(r, 1.0) for r in tight}
+    growing = set(needs)
+    level = 0.0  # share that every growing task has of what it needs most
+    while growing:
+        speed = {r: sum(needs[i].get(r, 0.0) / weight[i] for i in growing) for r in tight}
+        full = {r: level + room[r] / v for r, v in speed.items() if v > 0}
+        limit = min(full.values(), default=math.inf)
+        reached = min(min(weight[i] for i in growing), limit)
+        for r, v in speed.items():
+            room[r] -= v * (reached - level)
+        level = reached
+        spent = {r for r, at in full.items() if at <= level + EPSILON}
+        for i in list(growing):
+            if weight[i] <= level + EPSILON or spent & needs[i].keys():
+                state.running[i] = min(1.0, level / weight[i])
+                growing.discard(i)
+
+
+__all__ = ["Capacity", "Task", "run"]

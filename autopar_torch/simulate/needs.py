@@ -1,0 +1,60 @@
+"""What has to be measured before some plans can be simulated: the simulator is asked itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..cluster import Cluster
+from ..model import ModelGraph
+from ..plan import Plan
+from ..profile import CellNeed, Curve, CurveNeed, Lookup, Piece, Profile
+from .costs import Costs, sharding_of
+from .tasks import StepTasks
+
+
+class _Listener(Lookup):
+    """Answers everything with ones and remembers what was asked."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(Profile(cluster, ()))
+        self.asked: dict[CurveNeed, None] = {}
+
+    def piece(self, kind: str, sharding: str, rows: int) -> Piece:
+        return Piece(rows, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+    def curve(self, op: str, ranks: Sequence[int]) -> Curve:
+        return _Asked(op, tuple(ranks), self.asked)  # type: ignore[return-value]
+
+
+class _Asked:
+    """A curve that notes the sizes it is asked for."""
+
+    core = 0.5
+
+    def __init__(self, op: str, ranks: tuple[int, ...], asked: dict[CurveNeed, None]) -> None:
+        self.op, self.ranks, self.asked = op, ranks, asked
+
+    def seconds(self, num_bytes: float) -> float:
+        self.asked[CurveNeed(self.op, self.ranks, num_bytes)] = None
+        return 1.0
+
+
+def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
+             num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:  # fmt: skip
+    """Cells and communications of all plans, each once."""
+    cells: dict[CellNeed, None] = {}
+    listener = _Listener(cluster)
+    for plan in plans:
+        StepTasks(Costs(plan, graph, listener), num_rows).build()
+        cells |= dict.fromkeys(_cells(plan, graph, num_rows))
+    return list(cells), list(listener.asked)
+
+
+def _cells(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
+    split = plan.schedule == "zero_bubble"
+    for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
+        for stage in replica.stages:
+            for block in range(*(stage.blocks or (0, 0))):
+                for rows in {end - start for start, end in spans}:
+                    sharding = sharding_of(plan, stage, block)
+                    yield CellNeed(graph.blocks[block].kind, sharding, rows, split)

@@ -1,0 +1,245 @@
+"""A plan's action lists as tasks of the fluid engine: who computes, who exchanges, who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import schedule as schedules
+from ..plan import Replica
+from ..schedule import Action, Op
+from ..timeline import COMM, COMPUTE
+from . import formula
+from .costs import BlockWork, Bucket, Costs, RankCost, Work
+from .fluid import Task
+
+_PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
+
+
+def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> schedules.Schedule:
+    return formula.built(costs.plan.schedule, replica.position_of, num_micro_batches)
+
+
+class StepTasks:
+    """Tasks of one training step; `tasks` is complete after `build`."""
+
+    def __init__(self, costs: Costs, num_rows: int) -> None:
+        self.costs, self.cluster = costs, costs.profile.profile.cluster
+        self.overheads = costs.profile.profile.overheads
+        self.rows = costs.plan.micro_batches(num_rows)
+        self.tasks: list[Task] = []
+        self.last: dict[int, int] = {}  # rank -> its latest task in order
+        self.moved: dict[tuple[int, Action, int], int] = {}  # (replica, send, target) -> task
+        self.ended: dict[tuple[int, int], int] = {}  # (rank, block) -> end of its last backward
+        self.reduced: dict[int, list[int]] = {}  # rank -> reductions it waits for
+
+    def build(self) -> list[Task]:
+        self._begin()
+        for r, replica in enumerate(self.costs.plan.replicas):
+            self._replica(r, replica)
+        self._reduce()
+        self._finish()
+        return self.tasks
+
+    # --- adding tasks ---------------------------------------------------------------------------
+
+    def _compute(self, rank: int, name: str, seconds: float) -> None:
+        if seconds > 0:
+            core = {f"core {self.cluster.core(rank)}": 1.0}
+            before = (self.last[rank],) if rank in self.last else ()
+            self.last[rank] = self._add(Task(name, seconds, core, before, (rank,), COMPUTE))
+
+    def _add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def _exchange(self, ranks: Sequence[int], name: str, seconds: float, core: float,
+                  after: Sequence[int]) -> int:  # fmt: skip
+        """Communication among ranks; those who wait for it are told by the caller."""
+        needs: dict[str, float] = {}
+        for rank in ranks:
+            key = f"core {self.cluster.core(rank)}"
+            needs[key] = min(1.0, needs.get(key, 0.0) + core)
+        nodes = {self.cluster.node_of[rank] for rank in ranks}
+        if len(nodes) > 1:
+            needs |= {f"link {node}": 1.0 for node in nodes}
+        return self._add(Task(name, seconds, needs, tuple(after), tuple(ranks), COMM))
+
+    def _together(self, ranks: Sequence[int], name: str, op: str, num_bytes: float) -> None:
+        """A collective that all its ranks wait for."""
+        curve = self.costs.profile.curve(op, ranks)
+        self._joint(ranks, name, curve.seconds(num_bytes), curve.core)
+
+    def _joint(self, ranks: Sequence[int], name: str, seconds: float, core: float) -> None:
+        if seconds > 0:
+            after = [self.last[rank] for rank in ranks if rank in self.last]
+            task = self._exchange(ranks, name, seconds, core, after)
+            self.last |= dict.fromkeys(ranks, task)
+
+    # --- the parts of a step --------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The batch is taken; ZeRO gathers what is not gathered per use."""
+        for rank in self.costs.plan.devices:
+            self._compute(rank, "batch", self.overheads.step_s)
+        gathers = {gather for cost in self._rank_costs() for gather in cost.gathers}
+        for ranks, size in sorted(gathers):
+            self._together(ranks, "gather", "gather", size)
+            for rank in ranks:
+                self._compute(rank, "unpack", size * self.overheads.copy_s_per_byte)
+
+    def _rank_costs(self) -> list[RankCost]:
+        return [cost for r, replica in enumerate(self.costs.plan.replicas)
+                for s in range(len(replica.stages)) if self.rows[r]
+                for cost in self.costs.stage(r, s, _rows(self.rows[r][0])).ranks]  # fmt: skip
+
+    def _replica(self, index: int, replica: Replica) -> None:
+        schedule = schedule_of(self.costs, replica, len(self.rows[index]))
+        lanes = [list(lane) for lane in schedule.actions]
+        finals = {_last_backward(lane, stage) for lane in schedule.actions
+                  for stage in range(len(replica.stages))} - {None}  # fmt: skip
+        while any(lanes):
+            for lane in lanes:
+                while lane and self._can_start(index, replica, lane[0]):
+                    self._action(index, replica, lane.pop(0), finals)
+
+    def _can_start(self, index: int, replica: Replica, action: Action) -> bool:
+        if action.op not in (Op.RECV_F, Op.RECV_B):
+            return True
+        ranks = replica.stages[action.stage].devices
+        return all((index, action.other_end(), rank) in self.moved for rank in ranks)
+
+    def _action(self, index: int, replica: Replica, action: Action,
+                finals: set[Action | None]) -> None:  # fmt: skip
+        match action.op:
+            case Op.RECV_F | Op.RECV_B:
+                self._receive(index, replica, action)
+            case Op.SEND_F | Op.SEND_B:
+                self._send(index, replica, action)
+            case Op.REDUCE:
+                pass
+            case _:
+                self._run(index, replica, action, action in finals)
+
+    def _receive(self, index: int, replica: Replica, action: Action) -> None:
+        for rank in replica.stages[action.stage].devices:
+            sent = self.moved[index, action.other_end(), rank]
+            core = {f"core {self.cluster.core(rank)}": 1.0}
+            after = tuple({sent, self.last.get(rank, sent)})
+            self.last[rank] = self._add(Task(str(action), 0.0, core, after, (rank,), COMM))
+
+    def _send(self, index: int, replica: Replica, action: Action) -> None:
+        """In the background: the sender goes on, the receiver waits for it."""
+        cost = self.costs.stage(index, action.stage, _rows(self.rows[index][action.micro_batch]))
+        size = cost.send_bytes if action.op is Op.SEND_F else cost.back_bytes
+        here = replica.stages[action.stage].devices
+        there = replica.stages[action.other_end().stage].devices
+        for i, target in enumerate(there):
+            source = here[i % len(here)]
+            curve = self.costs.profile.curve("send", (source, target))
+            after = [self.last[source]] if source in self.last else []
+            self.moved[index, action, target] = self._exchange(
+                (source, target), str(action), curve.seconds(size), curve.core, after)  # fmt: skip
+
+    def _run(self, index: int, replica: Replica, action: Action, final: bool) -> None:
+        """Computation of a stage; its last backward goes block by block, as gradients appear."""
+        rows = _rows(self.rows[index][action.micro_batch])
+        cost = self.costs.stage(index, action.stage, rows)
+        stage, name, what = replica.stages[action.stage], str(action), _PART[action.op]
+        blocks = range(*(stage.blocks or (0, 0)))
+        groups = [[b] for b in reversed(blocks)] if final else [list(blocks)]
+        self._before(cost.ranks, action, name)
+        for group in groups:
+            for rank_cost in cost.ranks:
+                works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
+                self._compute(rank_cost.rank, name, sum(w.compute_s for w in works))
+            self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
+                        self._tensor_core(stage.devices))  # fmt: skip
+            if final:
+                self.ended |= {(rank, group[0]): self.last[rank] for rank in stage.devices
+                               if rank in self.last}  # fmt: skip
+
+    def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
+        for cost in ranks:
+            extra = self.overheads.action_s
+            if action.op is Op.F:
+                extra += self.overheads.micro_batch_s
+            elif action.micro_batch:
+                extra += cost.grad_bytes * self.overheads.add_s_per_byte
+            self._compute(cost.rank, name, extra)
+
+    def _tensor_core(self, ranks: Sequence[int]) -> float:
+        key = ("sum", self.cluster.place(ranks))
+        curve = self.costs.profile.curves.get(key)
+        return curve.core if curve else 0.5
+
+    def _reduce(self) -> None:
+        """Sums of gradients, each as soon as all its ranks have made theirs, one after another."""
+        streams: dict[int, int] = {}
+        for cost in self._all_ranks():
+            for bucket in cost.buckets:
+                if len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
+                    continue
+                self._bucket(bucket, streams)
+
+    def _all_ranks(self) -> list[RankCost]:
+        """Each rank once, with the buckets of all its stages."""
+        found: dict[int, RankCost] = {}
+        for cost in self._rank_costs():
+            if cost.rank in found:
+                old = found[cost.rank]
+                merged = tuple(dict.fromkeys((*old.buckets, *cost.buckets)))
+                cost = RankCost(cost.rank, old.blocks + cost.blocks, merged, cost.gathers,
+                                old.param_bytes + cost.param_bytes,
+                                old.grad_bytes + cost.grad_bytes,
+                                old.owned_bytes + cost.owned_bytes,
+                                max(old.largest_bytes, cost.largest_bytes),
+                                old.num_tensors + cost.num_tensors)  # fmt: skip
+            found[cost.rank] = cost
+        return [found[rank] for rank in sorted(found)]
+
+    def _bucket(self, bucket: Bucket, streams: dict[int, int]) -> None:
+        ready = [self.ended.get((rank, bucket.block), self.last.get(rank)) for rank in bucket.ranks]
+        after = {task for task in ready if task is not None}
+        after |= {streams[rank] for rank in bucket.ranks if rank in streams}
+        curve = self.costs.profile.curve(bucket.op, bucket.ranks)
+        packing = bucket.num_bytes * self.overheads.copy_s_per_byte
+        task = self._exchange(bucket.ranks, "reduce", curve.seconds(bucket.num_bytes) + packing,
+                              curve.core, sorted(after))  # fmt: skip
+        for rank in bucket.ranks:
+            streams[rank] = task
+            self.reduced.setdefault(rank, []).append(task)
+
+    def _finish(self) -> None:
+        """Everyone waits for its sums and the loss, then the optimizer runs."""
+        for rank, sums in self.reduced.items():
+            core = {f"core {self.cluster.core(rank)}": 1.0}
+            after = (*sums, self.last[rank])
+            self.last[rank] = self._add(Task("wait", 0.0, core, after, (rank,), COMM))
+        devices = self.costs.plan.devices
+        if len(devices) > 1:
+            self._together(devices, "loss", "sum", 4.0)
+        for cost in self._all_ranks():
+            update = (cost.owned_bytes * self.overheads.update_s_per_byte
+                      + cost.num_tensors * self.overheads.update_s_per_tensor)  # fmt: skip
+            self._compute(cost.rank, "update", update)
+
+
+def _rows(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _last_backward(lane: Sequence[Action], stage: int) -> Action | None:
+    found = [a for a in lane if a.stage == stage and a.op in (Op.B, Op.W)]
+    return found[-1] if found else None
+
+
+def _slowest(ranks: Sequence[RankCost], what: str, group: Sequence[int], first: int) -> float:
+    """Seconds of exchange in some blocks, on the rank that has most of it."""
+    works: list[list[Work]] = [[_work(cost.blocks[b - first], what) for b in group]
+                               for cost in ranks]  # fmt: skip
+    return max(sum(w.comm_s for w in own) for own in works)
+
+
+def _work(block: BlockWork, what: str) -> Work:
+    work: Work = getattr(block, what)
+    return work

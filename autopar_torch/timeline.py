@@ -1,0 +1,92 @@
+"""Timeline: when everything happened on every rank, simulated or measured alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+COMPUTE, COMM, MEMORY = "compute", "comm", "memory"
+
+
+class Span(Struct, frozen=True):
+    """Something that took from `start_s` to `end_s` on one stream of one rank."""
+
+    rank: int
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Parts(Struct, frozen=True):
+    """A step decoupled: busy computing, busy communicating, and both at once."""
+
+    compute_s: float
+    comm_s: float
+    overlap_s: float
+    step_s: float
+
+    @property
+    def idle_s(self) -> float:
+        return self.step_s - (self.compute_s + self.comm_s - self.overlap_s)
+
+
+class Memory(Struct, frozen=True):
+    """Bytes of one rank at its peak, and what they are made of."""
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    working: int = 0
+    buffers: int = 0
+    fixed: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return (self.params + self.grads + self.optimizer + self.activations + self.working
+                + self.buffers + self.fixed)  # fmt: skip
+
+
+class Timeline(Struct, frozen=True):
+    """One training step on all ranks."""
+
+    spans: tuple[Span, ...]
+    step_s: float
+    memory: tuple[Memory, ...] = ()  # per rank
+    source: str = "simulated"
+
+    def parts(self, rank: int) -> Parts:
+        """How a rank spent the step."""
+        mine = [span for span in self.spans if span.rank == rank]
+        compute = merged(s for s in mine if s.stream == COMPUTE)
+        comm = merged(s for s in mine if s.stream == COMM)
+        both = _length(compute) + _length(comm) - _length(_union([*compute, *comm]))
+        return Parts(_length(compute), _length(comm), both, self.step_s)
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({span.rank for span in self.spans})
+
+
+Interval = tuple[float, float]
+
+
+def merged(spans: Iterable[Span]) -> list[Interval]:
+    """Where at least one of the spans is under way."""
+    return _union([(s.start_s, s.end_s) for s in spans])
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _length(intervals: list[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

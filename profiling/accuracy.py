@@ -1,0 +1,298 @@
+"""Predicted step time and memory of many plans, beside the clock.
+
+    python profiling/accuracy.py --quick            # one model, two ranks, about a minute
+    python profiling/accuracy.py --json FILE        # every model, 2 and 4 ranks, three networks
+
+Each case runs its ranks once. Rounds of measuring the profile alternate with rounds of steps of all
+plans, since the speed of a machine drifts; medians are compared. The profile sees blocks, groups
+and updates, never a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
+
+Plans = dict[str, dict[str, Any]]
+PLANS: dict[int, Plans] = {
+    2: {
+        "tp2": {"tp": 2},
+        "tp2 m2 recompute": {"tp": 2, "num_micro_batches": 2, "recompute": True},
+        "pp2 m4 gpipe": {"pp": 2, "num_micro_batches": 4, "schedule": "gpipe"},
+        "pp2 m8 1f1b": {"pp": 2, "num_micro_batches": 8},
+        "pp2 m4 zero_bubble": {"pp": 2, "num_micro_batches": 4, "schedule": "zero_bubble"},
+        "pp2 m4 interleaved": {"pp": 2, "num_micro_batches": 4, "schedule": "interleaved",
+                               "virtual": 2},
+        "dp2": {"dp": 2},
+        "dp2 m2 zero1 recompute": {"dp": 2, "num_micro_batches": 2, "zero": 1, "recompute": True},
+        "dp2 m2 zero2": {"dp": 2, "num_micro_batches": 2, "zero": 2},
+        "dp2 zero3": {"dp": 2, "zero": 3},
+    },
+    4: {
+        "tp4": {"tp": 4},
+        "tp2 pp2 m4": {"tp": 2, "pp": 2, "num_micro_batches": 4},
+        "tp2 dp2": {"tp": 2, "dp": 2},
+        "tp2 dp2 zero2 m2": {"tp": 2, "dp": 2, "zero": 2, "num_micro_batches": 2},
+        "pp4 m8 1f1b": {"pp": 4, "num_micro_batches": 8},
+        "pp4 m4 gpipe recompute": {"pp": 4, "num_micro_batches": 4, "schedule": "gpipe",
+                                   "recompute": True},
+        "pp2 dp2 m4": {"pp": 2, "dp": 2, "num_micro_batches": 4},
+        "pp2 dp2 m2 zero_bubble zero1": {"pp": 2, "dp": 2, "num_micro_batches": 2, "zero": 1,
+                                         "schedule": "zero_bubble"},
+        "dp4": {"dp": 4},
+        "dp4 zero3": {"dp": 4, "zero": 3},
+    },
+}  # fmt: skip
+NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
+MEAN, WORST, RANK = 0.96, 0.85, 0.95
+
+
+# --- on every rank --------------------------------------------------------------------------
+
+
+def pin() -> None:
+    """One core per rank, round robin."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+
+
+class Side:
+    """One plan, ready to step."""
+
+    def __init__(self, make: Any, degrees: dict[str, Any]) -> None:
+        import torch
+
+        import autopar_torch as ap
+
+        model, self.batch = make()
+        self.model = ap.parallelize(model, self.batch, plan=ap.Plan.uniform(**degrees))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        self.model(**self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        start = time.perf_counter()
+        self.step()
+        self.seconds.append(time.perf_counter() - start)
+
+    def peak_bytes(self) -> int:
+        """What lives between steps, and the most that a step adds."""
+        from autopar_torch.measure.bytes import TensorBytes
+
+        tensors = [h.tensor for h in self.model.store.held.values()]
+        tensors += [h.leaf for h in self.model.store.held.values()]
+        tensors += [v for s in self.optimizer.state.values() for v in s.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        hook = self.optimizer.register_step_pre_hook(
+            lambda *_: count.look([p.grad for p in self.model.parameters()]))  # fmt: skip
+        with TensorBytes() as count:
+            marks = [count.mark()]
+            for _ in range(3):
+                self.step()
+                marks.append(count.mark())
+        hook.remove()
+        tops = [count.peak(a, b) - count.at(a) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        return sum(storages.values()) + round(statistics.median(tops))
+
+
+def session_for(sides: dict[str, Side]) -> Any:
+    """Everything that the simulator would ask about these plans, ready to be measured."""
+    from autopar_torch.run.observe import session
+    from autopar_torch.trace.call import take_apart
+
+    side = next(iter(sides.values()))
+    call, tensors = take_apart((), side.batch)
+    traced = side.model.retrace(call, True, ("loss",))
+    return session(traced, [s.model.plan for s in sides.values()], call, tensors,
+                   dict(side.model.module.named_buffers()), side.model.world,
+                   side.model.device)  # fmt: skip
+
+
+def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
+    """One case on one rank; rank 0 writes the rows."""
+    import torch
+    import torch.distributed as dist
+    from models import MODELS
+
+    from autopar_torch.simulate import simulate
+
+    pin()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    plans = {n: p for n, p in PLANS[world].items() if not names or n in names}
+    sides = {name: Side(MODELS[model], degrees) for name, degrees in plans.items()}
+    num_rows = next(iter(sides.values())).batch[_first_key(sides)].shape[0]
+    for side in sides.values():
+        side.step()
+        side.step()
+    measuring = session_for(sides)
+    order = list(sides)
+    for k in range(rounds):
+        measuring.round()
+        random.Random(k).shuffle(order)
+        for name in order:
+            sides[name].timed()
+    profile = measuring.profile()
+    rows = []
+    for name, side in sides.items():
+        timeline = simulate(side.model.plan, side.model.graph, profile, num_rows)
+        peaks: list[Any] = [None] * world
+        dist.all_gather_object(peaks, side.peak_bytes())
+        halves = [statistics.median(side.seconds[i::2]) for i in (0, 1)]
+        parts = timeline.parts(0)
+        rows.append({
+            "plan": name, "predicted_s": timeline.step_s,
+            "measured_s": statistics.median(side.seconds), "samples": side.seconds,
+            "noise": abs(halves[0] / halves[1] - 1), "compute_s": parts.compute_s,
+            "comm_s": parts.comm_s, "overlap_s": parts.overlap_s,
+            "predicted_bytes": [m.peak_bytes for m in timeline.memory], "measured_bytes": peaks,
+            "memory": [vars_of(m) for m in timeline.memory],
+        })  # fmt: skip
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(rows))
+        profile.save(Path(out).with_suffix(".profile.json"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def vars_of(noun: Any) -> dict[str, Any]:
+    return {name: getattr(noun, name) for name in noun.__struct_fields__}
+
+
+def _first_key(sides: dict[str, Side]) -> str:
+    return next(iter(next(iter(sides.values())).batch))
+
+
+# --- the cases ------------------------------------------------------------------------------
+
+
+def run_case(model: str, world: int, network: str, rounds: int, names: list[str],
+             out: Path) -> list[dict[str, Any]]:  # fmt: skip
+    command = [sys.executable, __file__, "--rank-main", model, "--rounds", str(rounds),
+               "--out", str(out), *(f"--plan={name}" for name in names)]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if NETWORKS[network]:
+        from emulate import run_in_lab
+
+        run_in_lab(command, world, NETWORKS[network])
+    else:
+        launch = ["torchrun", "--standalone", "--nproc-per-node", str(world), *command[1:]]
+        subprocess.run(launch, env=environment, check=True, timeout=1500)
+    rows: list[dict[str, Any]] = json.loads(out.read_text())
+    for row in rows:
+        row |= {"model": model, "world": world, "network": network,
+                "accuracy": 1 - abs(row["predicted_s"] / row["measured_s"] - 1)}  # fmt: skip
+    return rows
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman."""
+    def places(values: list[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [float(order.index(i)) for i in range(len(values))]
+
+    return statistics.correlation(places(a), places(b)) if len(a) > 2 else 1.0
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % of the means of resampled values."""
+    pick = random.Random(0)
+    means = sorted(statistics.mean(pick.choices(values, k=len(values))) for _ in range(1000))
+    return means[25], means[974]
+
+
+def show(row: dict[str, Any]) -> str:
+    memory = max(abs(p / m - 1) for p, m in
+                 zip(row["predicted_bytes"], row["measured_bytes"], strict=True))  # fmt: skip
+    return (f"{row['model']:6} {row['world']} {row['network']:10} {row['plan']:30} "
+            f"predicted {row['predicted_s'] * 1e3:8.1f} ms  measured {row['measured_s'] * 1e3:8.1f}"
+            f"  accuracy {row['accuracy']:6.1%}  noise {row['noise']:5.1%}  "
+            f"memory error {memory:5.1%}")  # fmt: skip
+
+
+def figures(rows: list[dict[str, Any]]) -> tuple[str, bool]:
+    accuracy = [row["accuracy"] for row in rows]
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["world"], row["network"]), []).append(row)
+    ranks = {key: rank_correlation([r["predicted_s"] for r in own], [r["measured_s"] for r in own])
+             for key, own in groups.items()}  # fmt: skip
+    models = {row["model"] for row in rows}
+    by_model = {m: statistics.mean(v for k, v in ranks.items() if k[0] == m) for m in models}
+    memory = [abs(p / m - 1) for row in rows
+              for p, m in zip(row["predicted_bytes"], row["measured_bytes"], strict=True)]  # fmt: skip
+    low, high = interval(accuracy)
+    noise = statistics.mean(row["noise"] for row in rows)
+    correlations = ", ".join(f"{m} {v:.3f}" for m, v in sorted(by_model.items()))
+    text = (f"{len(rows)} plans: accuracy mean {statistics.mean(accuracy):.1%} "
+            f"[{low:.1%}, {high:.1%}], worst {min(accuracy):.1%}; noise floor {noise:.1%}; "
+            f"rank correlation {correlations}; memory error median "
+            f"{statistics.median(memory):.1%}, worst {max(memory):.1%}")  # fmt: skip
+    good = (statistics.mean(accuracy) >= MEAN and min(accuracy) >= WORST
+            and min(by_model.values()) >= RANK
+            and statistics.median(memory) <= 0.05 and max(memory) <= 0.10)  # fmt: skip
+    return text, good
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", default="gpt,llama,vit")
+    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rank-main", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", action="append", default=[])
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = options()
+    if args.rank_main:
+        rank_main(args.rank_main, args.rounds, args.out, args.plan)
+        return 0
+    if args.quick:
+        args.models, args.worlds, args.networks, args.rounds = "gpt", "2", "loopback", 10
+    rows: list[dict[str, Any]] = []
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for network in args.networks.split(","):
+            for world in map(int, args.worlds.split(",")):
+                for model in args.models.split(","):
+                    names = [n for n in args.plan if n in PLANS[world]]
+                    found = run_case(model, world, network, args.rounds, names,
+                                     Path(folder) / "case.json")  # fmt: skip
+                    rows += found
+                    for row in found:
+                        print(show(row), flush=True)
+    text, good = figures(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    print(text)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
