@@ -13,16 +13,21 @@ from torch import Tensor, nn
 
 from . import files, plan as plans
 from .errors import AutoparError, PlanError, TraceError
-from .plan import Plan
+from .plan import Plan, Precision
 from .run import fallback, shardings, world
+from .run.choose import choose
+from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
+from .search.explain import summary
+from .search.space import Constraints
 from .trace import Traced, trace
 from .trace.call import Call, take_apart
 from .trace.capture import LossFn, describe_params
 
 log = logging.getLogger("autopar_torch")
 GivenPlan = Plan | str | os.PathLike[str] | None
+Source = Callable[[], Callable[[str], Tensor | None]]
 
 
 def parallelize(
@@ -30,6 +35,8 @@ def parallelize(
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     plan: GivenPlan = None,
+    constraints: Constraints | Mapping[str, Any] | None = None,
+    confirm: int = 0,
     loss_fn: LossFn | None = None,
     outputs: Sequence[str] = (),
     init_seed: int = 0,
@@ -38,23 +45,29 @@ def parallelize(
     """The one new line: the model, trained on everything that torchrun started.
 
     Tracing and planning happen at the first batch, or at once with `example_inputs` (a global
-    batch, as the model will be called with). `plan` is a Plan or the file of one; without it the
-    batch is shared out to equal replicas. `loss_fn(output, target)` serves models that return no
-    loss: pass `target=` with the batch. `outputs` names what else to return besides the loss.
+    batch, as the model will be called with). `plan` is a Plan or the file of one. Without it the
+    machines are measured (once: profiles are kept) and the fastest plan that fits is searched for,
+    within `constraints` (like `{"tp": 2}`, see Constraints); `confirm=k` tries the best k for a few
+    real steps first. `loss_fn(output, target)` serves models that return no loss: pass `target=`
+    with the batch. `outputs` names what else to return besides the loss.
     A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
     a checkpoint folder) or from its own initialisation with `init_seed`.
     """
     rank, size = world.start()
     device = world.device()
     place = world.World(rank, size)
-    given = _read_plan(plan, size, place)
+    limits = _limits(constraints)
+    given = None if plan is None and size > 1 else _read_plan(plan, size, place)
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
-        _adopt(parallel, call, given, loss_fn, lambda: full_values(
-            model, place, device, init_seed, weights))  # fmt: skip
+        source = lambda: full_values(model, place, device, init_seed, weights)  # noqa: E731
+        if given is None:
+            _find(parallel, call, tensors, limits, confirm, loss_fn, source)
+        else:
+            _adopt(parallel, call, given, loss_fn, source)
 
     parallel = ParallelModel(model, place, device, prepare, outputs)
-    parallel.retrace = _tracer(model, device, loss_fn, given)
+    parallel.retrace = _tracer(model, device, loss_fn, given.precision if given else "float32")
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -93,9 +106,10 @@ def _chosen(plan: GivenPlan, size: int) -> Plan:
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
-def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None, plan: Plan) -> Tracer:
+def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
+            precision: Precision) -> Tracer:  # fmt: skip
     known = describe_params(model)
-    dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
+    dtype = torch.bfloat16 if precision == "bfloat16" else None
 
     def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
         before = model.training
@@ -109,8 +123,37 @@ def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None, plan
     return retrace
 
 
+def _limits(given: Constraints | Mapping[str, Any] | None) -> Constraints:
+    if given is None or isinstance(given, Constraints):
+        return given or Constraints()
+    return files.decode(files.encode(dict(given)), Constraints, where="constraints")
+
+
+def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Constraints,
+          confirm: int, loss_fn: LossFn | None, source: Source) -> None:  # fmt: skip
+    """Trace, measure, search, and take up what was found."""
+    place = parallel.world
+    try:
+        traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
+    except TraceError as reason:
+        equal = msgspec.structs.replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
+        fallback.adopt(parallel, equal, reason, loss_fn)
+        return
+    if _couples(traced) - {"batch_norm"}:
+        limits = msgspec.structs.replace(limits, dp=1)
+    buffers = dict(parallel.module.named_buffers())
+    found = choose(traced, call, tensors, buffers, place, parallel.device, limits)
+    if confirm:
+        found = confirmed(parallel, found, confirm, traced, call, tensors)
+    parallel.found = found
+    parallel.adopt(found.plan, traced, call, source())
+    if place.rank == 0:
+        log.info("%s", summary(found))
+        _tell(found.plan)
+
+
 def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | None,
-           source: Callable[[], Any]) -> None:  # fmt: skip
+           source: Source) -> None:  # fmt: skip
     """Trace, fit the plan, agree on it, and hand out the parameters."""
     place, traced = parallel.world, None
     error: AutoparError | None = None
@@ -147,7 +190,7 @@ def _tell(plan: Plan) -> None:
 
 def _check_rows(plan: Plan, traced: Traced) -> None:
     """Ops that look at several rows at once allow replicas only where we can join them."""
-    coupled = {op for kind in traced.graph.kinds.values() for op in kind.couples_rows}
+    coupled = _couples(traced)
     split = plan.num_micro_batches > 1
     if split and coupled - {"batch_norm"}:
         raise PlanError(
@@ -155,6 +198,10 @@ def _check_rows(plan: Plan, traced: Traced) -> None:
             "batch cannot be shared out",
             where="Plan.replicas", fix="use one replica (dp=1) and num_micro_batches=1",
         )  # fmt: skip
+
+
+def _couples(traced: Traced) -> set[str]:
+    return {op for kind in traced.graph.kinds.values() for op in kind.couples_rows}
 
 
 def _is_pure_data(plan: Plan) -> bool:

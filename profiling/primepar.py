@@ -47,7 +47,7 @@ class Side:
         traced = trace(model, take_apart((), self.batch)[0])
         size = dist.get_world_size()
         plan = plans.fit(ap.Plan.uniform(tp=size, tp_mesh=tuple(options.mesh)), traced.graph)
-        plan = shardings.complete(plan, traced, options.rows, None, SIDES[name])
+        plan = shardings.complete(plan, traced, options.rows, spatial=SIDES[name])
         self.model = ap.parallelize(model, self.batch, plan=plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.num_rings = sum("w" in text for s in plan.shardings for text in s.ops.values())

@@ -26,13 +26,14 @@ import autopar_torch as ap
 import oracle
 import zoo
 from autopar_torch import files, plan as plans
+from autopar_torch.cluster import Link
 from autopar_torch.plan import Plan
 from autopar_torch.run import shardings, world
 from autopar_torch.shard import solve, spatial
 from autopar_torch.shard.collectives import Axis, run_moves
 from autopar_torch.shard.layout import Forms, Split, Square, cuts, layout_text, parse_layout, side
 from autopar_torch.shard.parts import join, piece
-from autopar_torch.shard.price import moves
+from autopar_torch.shard.price import Prices, moves, ring_seconds
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
@@ -270,10 +271,17 @@ def test_elimination_equals_brute_force_with_rings_among_the_choices(
 ) -> None:
     traced = trace(Tiny(bias=False), take_apart((), _tiny_batch(4, 0, False))[0])
     block = traced.graph.blocks[0]
-    table = solve.tabulate(traced.programs[block.kind], (4,), shardings.prices(1, rows))
+    table = solve.tabulate(traced.programs[block.kind], (4,), Prices(rows=rows))
     sizes, tables = problems[0]
     assert any(c.ring is not None for options in table.choices.values() for c in options)
     assert brute_force(sizes, tables) == pytest.approx(float(table.solution.table.min()))
+
+
+def test_messages_cost_what_computation_does_not_hide() -> None:
+    """Six steps of 10 s each; under four of them 8, 5, 5 and 4 bytes travel, at 4 s a byte."""
+    blocks = {"i": 4.0, "w": 4.0, "o": 1.0}
+    assert ring_seconds(60.0, 2, blocks, Link(0.0, 0.25), 1.0) == 2 * 10 + 32 + 20 + 20 + 16
+    assert ring_seconds(60.0, 2, blocks, Link(0.0, 0.25), 0.0) == 60 + 32 + 20 + 20 + 16
 
 
 def _traced(name: str) -> Any:
@@ -285,7 +293,7 @@ def ring_plan(name: str, degrees: dict[str, Any], pins: shardings.Pins | None = 
     """A plan whose linears all run in rings, through its file."""
     traced = _traced(name)
     plan = plans.fit(Plan.uniform(**degrees), traced.graph)
-    plan = shardings.complete(plan, traced, rows, pins, "always")
+    plan = shardings.complete(plan, traced, rows, pins, spatial="always")
     return files.decode(files.encode(plan), Plan)
 
 
@@ -301,7 +309,7 @@ def test_rings_are_chosen_where_they_are_cheapest_and_never_where_forbidden() ->
         example = {key: torch.zeros(1, 4096, 4096) for key in "xy"}
         traced = trace(Tiny(width=4096), take_apart((), example)[0])
     plan = plans.fit(Plan.uniform(tp=4), traced.graph)
-    found = {how: shardings.complete(plan, traced, 1, None, how)
+    found = {how: shardings.complete(plan, traced, 1, None, Prices(), how)
              for how in ("free", "never", "always")}  # fmt: skip
     assert rings(found["free"]) and not rings(found["never"])
     cost = {how: sum(s.cost_s for s in plan.shardings) for how, plan in found.items()}

@@ -43,6 +43,16 @@ def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
     return result, Sample(between(start, end), core - watch.core_s, watch.seconds)
 
 
+class Counted(NamedTuple):
+    """One run under the count: its moments, and the bytes of outputs and gradients."""
+
+    marks: tuple[int, int, int, int]
+    out: int
+    given: int
+    grads: int
+    split: bool
+
+
 @dataclass
 class Runner:
     """One lowered block with inputs of its own."""
@@ -54,6 +64,7 @@ class Runner:
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    counted: Counted = Counted((0, 0, 0, 0), 0, 0, 0, False)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -119,11 +130,14 @@ class Blocks:
             runner.weights()
             runner.clear()
 
-    def count_bytes(self) -> None:
-        """Bytes of each cell; once is enough, they do not vary."""
+    def run_counted(self, count: TensorBytes) -> None:
+        """Each cell once while its bytes are counted; they do not vary."""
         for runner in self.first:
-            self.pieces[runner.need] = _count(runner)
-            runner.clear()
+            runner.counted = _run_counted(runner, count)
+
+    def read_bytes(self, count: TensorBytes) -> None:
+        for runner in self.first:
+            self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
         for runner in self.runners:
@@ -202,39 +216,39 @@ def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
     return value.requires_grad_(info.grad)
 
 
-def _count(runner: Runner) -> dict[str, float]:
-    """What a block keeps and needs, beyond what was there before."""
+def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
+    """Before, after forward, after backward, after the weights; and bytes that are known."""
     runner.forward()
     runner.backward()
     runner.weights()
     runner.clear()
-    with TensorBytes() as count:
-        start = count.mark()
-        runner.forward()
-        count.look()
-        outputs = [y for y in runner.outputs if isinstance(y, Tensor)]
-        out = sum(y.numel() * y.element_size() for y in outputs)
-        del outputs
-        ran = count.mark()
-        runner.backward()
-        count.look([leaf.grad for leaf in runner.leaves])
-        back = count.mark()
-        runner.weights()
-        count.look([leaf.grad for leaf in runner.leaves])
-        end = count.mark()
-    new = sum(a.numel() * a.element_size() for a in runner.leaves if a.is_leaf)
-    kept, given = count.at(ran), sum(g.numel() * g.element_size() for g in runner.grads)
+    start = count.mark()
+    runner.forward()
+    out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
+    ran = count.mark()
+    runner.backward()
+    back = count.mark()
+    runner.weights()
+    end = count.mark()
+    given = sum(g.numel() * g.element_size() for g in runner.grads)
     made = [a.grad for a in runner.leaves if a.grad is not None]
     grads = sum(g.numel() * g.element_size() for g in made)
-    needed = count.peak(ran, end) - kept - min(grads, new) + given
+    runner.clear()
+    return Counted((start, ran, back, end), out, given, grads, runner.need.split)
+
+
+def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
+    """What a block keeps and needs, beyond what was there before."""
+    start, ran, back, end = run.marks
+    before = count.at(start)
+    kept = count.at(ran) - before
+    needed = count.peak(ran, end) - before - kept - run.grads + run.given
     return {
-        "out_bytes": float(out),
-        "kept_bytes": float(kept - count.at(start)),
-        "forward_bytes": float(count.peak(start, ran) - count.at(start)),
+        "out_bytes": float(run.out),
+        "kept_bytes": float(kept),
+        "forward_bytes": float(count.peak(start, ran) - before),
         "backward_bytes": float(max(needed, 0)),
-        "stash_bytes": float(max(0, count.at(back) - count.at(start)))
-        if runner.need.split
-        else 0.0,
+        "stash_bytes": float(count.at(back) - before - run.grads) if run.split else 0.0,
     }
 
 

@@ -11,6 +11,7 @@ from ..cluster import Cluster
 from ..profile import CellNeed, CurveNeed, Overheads, Piece, Profile
 from ..trace import Traced
 from .blocks import Axes, Blocks, Context, as_cells
+from .bytes import TensorBytes
 from .links import Lines, Places
 from .overheads import Extras
 
@@ -32,15 +33,21 @@ class Session:
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
         self.extras = Extras(device, lambda: context(rows))
-        for chain in self.chains:
-            chain.count_bytes()
-            self._wait()
+        self._count_bytes()
         for _ in range(WARM_UP):
             self.round()
         for chain in self.chains:
             chain.forget()
         self.lines.forget()
         self.extras.forget()
+
+    def _count_bytes(self) -> None:
+        with TensorBytes() as count:
+            for chain in self.chains:
+                chain.run_counted(count)
+                self._wait()
+        for chain in self.chains:
+            chain.read_bytes(count)
 
     def round(self) -> None:
         """One more sample of everything, everyone busy with the same at the same time."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import files, schedule as schedules
 from ..errors import RunError
 from ..plan import Plan
+from ..search.best import Outcome
 from ..shard.holdings import axis_ranks
 from ..trace import Traced
 from ..trace.call import Call, take_apart
@@ -72,6 +73,7 @@ class ParallelModel(nn.Module):
         self._programs: dict[Any, Program] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.fallback_reason = ""
+        self.found: Outcome | None = None  # the search behind the plan, if there was one
 
     # --- what the plan made of this rank ----------------------------------------------------
 

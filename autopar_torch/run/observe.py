@@ -12,6 +12,7 @@ from ..measure import detect
 from ..measure.blocks import Context
 from ..measure.session import Session
 from ..plan import Plan
+from ..profile import CellNeed, CurveNeed
 from ..simulate.needs import needs_of
 from ..trace import Traced
 from ..trace.call import Call
@@ -25,11 +26,19 @@ def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Seq
     """Everything that simulating these plans needs, ready to be measured. All ranks call it."""
     found = cluster_of(world)
     cells, curves = needs_of(candidates, traced.graph, found, call.num_rows)
+    return session_on(found, cells, curves, traced, call, tensors, buffers, world, device)
+
+
+def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
+               traced: Traced, call: Call, tensors: Sequence[Tensor],
+               buffers: Mapping[str, Tensor], world: World,
+               device: torch.device) -> Session:  # fmt: skip
+    """The same for given needs."""
     meshes = {need.sharding.mesh for need in cells if need.sharding}
     world.make_mesh_groups(sorted(meshes))
     names = [n for block in traced.graph.blocks for n in block.context.values()]
     prologue = Prologue(traced, names, dict(buffers), device)
-    return Session(traced, cells, curves, found, world, world.mesh_axes,
+    return Session(traced, cells, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors), device)  # fmt: skip
 
 

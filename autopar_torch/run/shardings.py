@@ -36,16 +36,22 @@ class _Found:
         return self.shardings.index(sharding)
 
 
-def prices(num_axes: int, rows: int, worth: float = 1.0) -> Prices:
-    """What sharding decisions are made with until a profile is measured.
+def ordinary(num_axes: int, rows: int) -> Prices:
+    """What sharding decisions are made with where nothing was measured.
 
-    A byte that is kept through the step is worth `worth` times what it costs to move it once.
+    Nothing is hidden: the cores that compute are those that copy messages.
     """
-    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, worth / LOOPBACK.bytes_per_s, rows)
+    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows, hides=0.0)
+
+
+def _worth(prices: Prices, worth: float) -> Prices:
+    """A byte that is kept through the step is worth so often what it costs to move it once."""
+    slowest = min(link.bytes_per_s for link in prices.links)
+    return prices._replace(memory_s_per_byte=worth / slowest)
 
 
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
-             spatial: Spatial = "free") -> Plan:  # fmt: skip
+             priced: Prices | None = None, spatial: Spatial = "free") -> Plan:  # fmt: skip
     """The plan with a sharding for every block on several devices; given ones are kept."""
     found = _Found(list(plan.shardings))
     replicas = []
@@ -54,14 +60,15 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
         for group in _groups(replica):
             if len(group) == len(stages) and all(s.shardings is not None for s in stages):
                 continue
-            solved = _solve(traced, [stages[s] for s in group], rows, _whole_values(
+            own = priced or ordinary(len(stages[group[0]].axes), rows)
+            solved = _solve(traced, [stages[s] for s in group], own, _whole_values(
                 traced.graph, replica, group), pins or {}, spatial)  # fmt: skip
             numbers = iter([-1 if s is None else found.index(s) for s in solved])
             for s in group:
                 first, last = stages[s].blocks or (0, 0)
                 if stages[s].shardings is None:
-                    own = tuple(next(numbers) for _ in range(first, last))
-                    stages[s] = msgspec.structs.replace(stages[s], shardings=own)
+                    indices = tuple(next(numbers) for _ in range(first, last))
+                    stages[s] = msgspec.structs.replace(stages[s], shardings=indices)
         replicas.append(msgspec.structs.replace(replica, stages=tuple(stages)))
     return msgspec.structs.replace(plan, replicas=tuple(replicas),
                                    shardings=tuple(found.shardings))  # fmt: skip
@@ -85,7 +92,7 @@ def _whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> froz
     return frozenset({*graph.outputs.values(), *graph.crossing(first), *graph.crossing(last)})
 
 
-def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[str],
+def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: frozenset[str],
            pins: Pins, spatial: Spatial) -> Sequence[Sharding | None]:  # fmt: skip
     first, last = (stages[0].blocks or (0, 0))[0], (stages[-1].blocks or (0, 0))[1]
     mesh = stages[0].axes
@@ -94,8 +101,7 @@ def _solve(traced: Traced, stages: Sequence[Stage], rows: int, whole: frozenset[
         return [None] * len(blocks)
     chosen: list[Sharding] = []
     for worth in WORTHS:
-        priced = prices(len(mesh), rows, worth)
-        chosen = _solve_chain(traced, blocks, priced, mesh, whole, pins, spatial)
+        chosen = _solve_chain(traced, blocks, _worth(prices, worth), mesh, whole, pins, spatial)
         if _shares(traced.graph, blocks, chosen) <= 1.0 / math.prod(mesh) + SLACK:
             break
     return chosen

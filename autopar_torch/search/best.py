@@ -75,6 +75,17 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
                   time.perf_counter() - start)  # fmt: skip
 
 
+class Outcome(Struct, frozen=True):
+    """A search that is over, its best plans in the order of the engine."""
+
+    plan: Plan
+    step_s: float
+    memory_bytes: float
+    result: Result
+    others: tuple[Choice, ...] = ()
+    measured: tuple[float, ...] = ()  # seconds of real steps of the first plans, where confirmed
+
+
 class _Hunt:
     """The state of one search."""
 

@@ -71,7 +71,8 @@ class Pricer:
         stages = list(pairwise(borders))
         last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
         memory = max(self.memory(p, stages[p :: c.pp]) for p in range(c.pp))
-        return Found(self._before(stages) + last + self._after(stages), memory, c, borders)
+        seconds = self._before(stages) + last + self._after(stages)
+        return Found(float(seconds), float(memory), c, borders)
 
     def _pipeline(self, borders: tuple[int, ...]) -> Pipeline:
         c, over = self.candidate, self.over
@@ -86,7 +87,8 @@ class Pricer:
         forward = part("forward") + over.action_s + over.micro_batch_s
         backward, early = part("backward") + again + over.action_s, part("input") + over.action_s
         late = part("weight") + again
-        return Pipeline(list(forward), list(backward), list(early), list(late), send, back)
+        return Pipeline(forward.tolist(), backward.tolist(), early.tolist(), late.tolist(), send,
+                        back)  # fmt: skip
 
     def _messages(self, borders: tuple[int, ...]) -> tuple[list[float], list[float]]:
         """Seconds of the messages at every border; none within a position."""

@@ -28,12 +28,16 @@ VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "tra
 
 
 class Prices(NamedTuple):
-    """A device, a link per tensor axis, and what a byte kept through the step is worth."""
+    """A device, a link per tensor axis, and what a byte kept through the step is worth.
+
+    `hides`: the part of a message that goes on under a matmul (a CPU copies its messages itself).
+    """
 
     device: Device = CPU_CORE
     links: tuple[Link, ...] = (LOOPBACK,)
     memory_s_per_byte: float = 0.0
     rows: int = 1
+    hides: float = 1.0
 
 
 class Move(NamedTuple):
@@ -135,7 +139,8 @@ def reduce_seconds(grad: Layouts, num_bytes: float, mesh: tuple[int, ...],
     return sum(2 * (n - 1) / n * own / link.bytes_per_s for n, link in sums)
 
 
-def ring_seconds(whole: float, n: int, blocks: dict[str, float], link: Link) -> float:
+def ring_seconds(whole: float, n: int, blocks: dict[str, float], link: Link,
+                 hides: float) -> float:  # fmt: skip
     """Seconds of a linear in n steps per phase (spatial.py), messages under the computation.
 
     `whole`: its computation forward and backward on this device; `blocks`: bytes of a block of the
@@ -145,7 +150,8 @@ def ring_seconds(whole: float, n: int, blocks: dict[str, float], link: Link) -> 
     step = whole / (3 * n)
 
     def under(size: float) -> float:
-        return max(step, link.latency_s + size / link.bytes_per_s)
+        message = link.latency_s + size / link.bytes_per_s
+        return (1 - hides) * message + max(step, hides * message)
 
     return 2 * step + (n - 1) * (under(i + w) + under(o + w) + under(i + o)) + under(w)
 

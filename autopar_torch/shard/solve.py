@@ -249,7 +249,8 @@ def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
         for value, layouts in values
         if isinstance(layout := layouts[choice.ring], Square) and layout.row is not None
     }
-    taken = ring_seconds(seconds, side(mesh[choice.ring]), blocks, prices.links[choice.ring])
+    n, link = side(mesh[choice.ring]), prices.links[choice.ring]
+    taken = ring_seconds(seconds, n, blocks, link, prices.hides)
     return taken, kept + blocks["i"]
 
 

@@ -1,0 +1,210 @@
+"""Find the plan by itself: measure what the candidates need, search, and agree on the result."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from .. import files
+from ..cluster import CPU_CORE, GPU, Cluster
+from ..errors import AutoparError, FileError
+from ..measure.links import Lines
+from ..profile import CellNeed, CurveNeed, Lookup, Profile
+from ..search.best import Choice, Outcome, search
+from ..search.space import Candidate, Constraints, Option, candidates
+from ..shard.price import Prices
+from ..simulate import simulate
+from ..simulate.needs import needs_of
+from ..trace import Traced
+from ..trace.call import Call
+from . import options as ways
+from .observe import cluster_of, session_on
+from .world import World
+
+log = logging.getLogger("autopar_torch")
+MOST_TP = 8
+QUICK_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 30
+
+
+class Known(Struct, frozen=True):
+    """What is kept between runs: the ways to split, and what was measured of them."""
+
+    options: tuple[Option, ...]
+    profile: Profile
+
+
+def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
+           world: World, device: torch.device, limits: Constraints) -> Outcome:  # fmt: skip
+    """The fastest plan for this batch on these ranks, the same on every rank."""
+    cluster = cluster_of(world)
+    known = _known(traced, call, tensors, buffers, world, device, cluster, limits)
+    error: AutoparError | None = None
+    found = None
+    if world.rank == 0:
+        try:
+            found = best(traced, known, call.num_rows, limits)
+        except AutoparError as failed:
+            error = failed
+    world.together(error)
+    return files.decode(world.agree(files.encode(found)), Outcome)
+
+
+def best(traced: Traced, known: Known, num_rows: int, limits: Constraints) -> Outcome:
+    """Search by the formula; the engine, which shares cores and links, orders the best of them."""
+    result = search(traced.graph, known.options, Lookup(known.profile), num_rows, limits)
+    choices = [_simulated(choice, traced, known.profile, num_rows)
+               for choice in (result.best, *result.runners_up)]  # fmt: skip
+    choices.sort(key=lambda c: c.step_s)
+    first, *others = choices
+    reason = f"fastest of {result.considered} candidates"
+    plan = msgspec.structs.replace(first.plan, reason=reason)
+    return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))
+
+
+def _simulated(choice: Choice, traced: Traced, profile: Profile, num_rows: int) -> Choice:
+    timeline = simulate(choice.plan, traced.graph, profile, num_rows)
+    peak = max(memory.peak_bytes for memory in timeline.memory)
+    return Choice(choice.plan, timeline.step_s, peak)
+
+
+def _known(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
+           world: World, device: torch.device, cluster: Cluster,
+           limits: Constraints) -> Known:  # fmt: skip
+    """From the cache, else measured now."""
+    path = cache_path(_fingerprint(traced, call, cluster, limits))
+    cached = _load(path) if world.rank == 0 else None
+    cached = files.decode(world.agree(files.encode(cached)), Known | None)  # type: ignore[arg-type]
+    if cached is not None:
+        log.info("profile: from %s", path)
+        return cached
+    start = time.perf_counter()
+    known = measure(traced, call, tensors, buffers, world, device, cluster, limits)
+    if world.rank == 0:
+        log.info("profile: measured in %.1f s", time.perf_counter() - start)
+        _keep(known, path)
+    return known
+
+
+def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
+            world: World, device: torch.device, cluster: Cluster, limits: Constraints,
+            seconds: float = QUICK_S) -> Known:  # fmt: skip
+    """Links first, since they decide how blocks are split; then everything the plans need."""
+    deadline = time.perf_counter() + seconds
+    ways_known = _options(traced, call, world, device, cluster, limits)
+    found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
+    if not found:
+        return Known(tuple(ways_known), Profile(cluster, ()))
+    cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows)
+    session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
+    rounds = 0
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and not _late(deadline, world)):
+        session.round()
+        rounds += 1
+    return Known(tuple(ways_known), session.profile())
+
+
+def _late(deadline: float, world: World) -> bool:
+    """Whether any rank is out of time: all leave together."""
+    return bool(world.sum(torch.tensor(float(time.perf_counter() > deadline))) > 0)
+
+
+def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
+           num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:  # fmt: skip
+    """Each program at the smallest, a middle and the largest number of rows that plans use."""
+    plans = ways.probes(found, options, len(traced.graph.blocks))
+    cells, curves = needs_of(plans, traced.graph, cluster, num_rows)
+    wanted: dict[tuple[int, bool], set[int]] = {}
+    for c in found:
+        split = c.schedule == "zero_bubble"
+        count = max(1, num_rows // (c.dp * c.micro_batches))
+        wanted.setdefault((c.option, split), set()).add(count)
+    by_key = {(need.kind, need.key): need for need in cells}
+    every: dict[CellNeed, None] = {}
+    for (index, split), rows in wanted.items():
+        programs = {(b.kind, CellNeed(b.kind, s, 1, split).key) for b, s in zip(
+            traced.graph.blocks, options[index].shardings, strict=True)}  # fmt: skip
+        for program in sorted(programs):
+            for count in _few(sorted(rows)):
+                every[msgspec.structs.replace(by_key[program], rows=count)] = None
+    return list(every), curves
+
+
+def _few(rows: list[int]) -> list[int]:
+    return sorted({rows[0], rows[len(rows) // 2], rows[-1]})
+
+
+def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
+             limits: Constraints) -> list[Option]:  # fmt: skip
+    """Rank 0 solves with the links that all have measured; everyone gets its answer."""
+    shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
+              if limits.tp is None or _degree(mesh) == limits.tp]  # fmt: skip
+    groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
+    needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
+             for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
+    lines = Lines(needs, cluster, world, device)
+    for _ in range(2 + LEAST_ROUNDS):
+        lines.round()
+    seen = Lookup(Profile(cluster, (), lines.result()))
+    rows = max(1, call.num_rows)
+    base = GPU if torch.cuda.is_available() else CPU_CORE
+
+    def prices(mesh: tuple[int, ...]) -> Prices:
+        links = tuple(ways.link_of(seen, ranks) for ranks in ways.axis_ranks(mesh))
+        return Prices(base, links, 0.0, rows, hides=float(base is GPU))
+
+    made = [ways.option(traced, mesh, prices(mesh)) for mesh in shapes] if world.rank == 0 else []
+    return files.decode(world.agree(files.encode(made)), list[Option])
+
+
+def _degree(mesh: tuple[int, ...]) -> int:
+    degree = 1
+    for parts in mesh:
+        degree *= parts
+    return degree
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def cache_path(fingerprint: str) -> Path:
+    """Profiles live in AUTOPAR_CACHE, else below the user's cache folder."""
+    base = os.environ.get("AUTOPAR_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    folder = Path(base) if base else Path.home() / ".cache"
+    return folder / "autopar_torch" / f"{fingerprint}.json"
+
+
+def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
+    """Equal where a profile may be used again: model, machines, versions, batch."""
+    parts = [files.encode(traced.graph), files.encode(cluster), files.encode(limits.tp),
+             f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
+    return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
+
+
+FORMAT = 1  # of what a profile means: changes with the measuring code
+
+
+def _load(path: Path) -> Known | None:
+    try:
+        return files.load(path, Known) if path.exists() else None
+    except FileError as error:
+        log.warning("profile: %s; it is measured again", error)
+        return None
+
+
+def _keep(known: Known, path: Path) -> None:
+    try:
+        files.save(known, path)
+    except (FileError, OSError) as error:
+        log.warning("profile: not kept for the next run: %s", error)
+
+
+__all__ = ["Known", "best", "choose", "measure"]

@@ -1,0 +1,103 @@
+"""Ways to split the chain on every mesh that the devices allow: what the search chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..cluster import Cluster, Link
+from ..plan import Plan, Stage
+from ..profile import Cell, CellNeed, Lookup
+from ..search.space import Candidate, Option, as_plan, divisors
+from ..shard.estimate import estimate
+from ..shard.price import Prices
+from ..trace import Traced
+from .shardings import complete
+
+SMALL, LARGE = 4096.0, 2.0**20  # sizes that tell latency and bandwidth of a link
+
+
+def meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
+    """Tensor groups of neighbours: inside a node, across nodes, and both as two axes."""
+    total, per_node = cluster.num_devices, len(cluster.nodes[0])
+    found: list[tuple[int, ...]] = [()]
+    for degree in divisors(total)[1:]:
+        if degree > most:
+            break
+        found.append((degree,))
+        if degree > per_node and degree % per_node == 0 and per_node > 1:
+            found.append((degree // per_node, per_node))
+    return found
+
+
+def axis_ranks(mesh: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of rank 0: its group on each axis of a mesh."""
+    groups, stride = [], 1
+    for parts in reversed(mesh):
+        groups.append(tuple(i * stride for i in range(parts)))
+        stride *= parts
+    return groups[::-1]
+
+
+def link_of(profile: Lookup, ranks: tuple[int, ...]) -> Link:
+    """A link as sharding sees it, from curves of gathering and of reduce-scatter."""
+    share = (len(ranks) - 1) / len(ranks)
+    gather, scatter = (profile.curve(op, ranks) for op in ("gather", "scatter"))
+    slope = (gather.seconds(LARGE) - gather.seconds(SMALL)) / (LARGE - SMALL)
+    other = (scatter.seconds(LARGE) - scatter.seconds(SMALL)) / (LARGE - SMALL)
+    slope = max(slope, 1e-13)
+    return Link(max(1e-7, gather.seconds(SMALL)), share / slope, max(1.0, other / slope))
+
+
+def option(traced: Traced, mesh: tuple[int, ...], prices: Prices) -> Option:
+    """The cheapest sharding of the chain on a mesh, at these prices."""
+    blocks = traced.graph.blocks
+    if not mesh:
+        return Option((), (None,) * len(blocks))
+    count = 1
+    for parts in mesh:
+        count *= parts
+    bare = Plan.uniform(tp=count, tp_mesh=mesh)
+    stage = msgspec.structs.replace(bare.replicas[0].stages[0], blocks=(0, len(blocks)))
+    replica = msgspec.structs.replace(bare.replicas[0], stages=(stage,))
+    plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,
+                    priced=prices)  # fmt: skip
+    done: Stage = plan.replicas[0].stages[0]
+    return Option(mesh, tuple(plan.shardings[n] for n in done.shardings or ()))
+
+
+def probes(candidates: Sequence[Candidate], options: Sequence[Option],
+           num_blocks: int) -> list[Plan]:  # fmt: skip
+    """Plans that between them use every program and every group of the candidates."""
+    found: dict[tuple[object, ...], Plan] = {}
+    most = max(c.micro_batches for c in candidates)
+    for c in candidates:
+        split = c.schedule == "zero_bubble"
+        key = (c.option, c.pp, c.dp, c.zero, split, c.micro_batches in (1, most))
+        if key not in found:
+            plain = c._replace(recompute=False, virtual=1,
+                               schedule=c.schedule if split else "1f1b")  # fmt: skip
+            borders = [num_blocks * s // c.pp for s in range(c.pp + 1)]
+            found[key] = as_plan(plain, borders, options)
+    return list(found.values())
+
+
+def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
+              prices: dict[tuple[int, ...], Prices]) -> list[Cell]:  # fmt: skip
+    """Cells by datasheet, whole and with a backward in two parts."""
+    cells: dict[tuple[str, str], Cell] = {}
+    for found in options:
+        for block, sharding in zip(traced.graph.blocks, found.shardings, strict=True):
+            need = CellNeed(block.kind, sharding, 1)
+            if (block.kind, need.key) in cells:
+                continue
+            pieces = tuple(estimate(traced.programs[block.kind], sharding,
+                                    prices[found.mesh]._replace(rows=n)) for n in rows)  # fmt: skip
+            split = msgspec.structs.replace(need, split=True)
+            for key in (need.key, split.key):
+                cells[block.kind, key] = Cell(block.kind, key, pieces, "datasheet")
+    return list(cells.values())
+
+
+__all__ = ["axis_ranks", "estimated", "link_of", "meshes", "option", "probes"]

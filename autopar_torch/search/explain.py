@@ -1,0 +1,49 @@
+"""A search in words: what was chosen, why, and what the next best would have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import Plan
+from .best import Choice, Outcome
+
+MIB = 2**20
+
+
+def short(plan: Plan) -> str:
+    """`tp 2 x pp 2 x dp 1, 4 micro-batches, 1f1b`."""
+    replica = plan.replicas[0]
+    tp = "x".join(map(str, replica.stages[0].axes))
+    pp, virtual = len(replica.positions), len(replica.stages) // len(replica.positions)
+    parts = [f"tp {tp} x pp {pp} x dp {len(plan.replicas)}"]
+    parts.append(f"{replica.num_micro_batches} micro-batch(es)")
+    if pp > 1:
+        parts.append(plan.schedule + (f" x{virtual}" if virtual > 1 else ""))
+        parts.append("blocks " + "|".join(str(b - a) for a, b in _ranges(plan)))
+    parts += [f"zero {plan.zero}"] if plan.zero else []
+    parts += ["recompute"] if replica.stages[0].recompute else []
+    return ", ".join(parts)
+
+
+def _ranges(plan: Plan) -> Sequence[tuple[int, int]]:
+    return [stage.blocks or (0, 0) for stage in plan.replicas[0].stages]
+
+
+def line(choice: Choice | Outcome, best_s: float) -> str:
+    """A plan with its figures beside the best."""
+    slower = choice.step_s / best_s - 1
+    return (f"{choice.step_s * 1e3:9.2f} ms  {choice.memory_bytes / MIB:9.1f} MiB  "
+            f"{f'+{slower:.1%}' if slower else 'best':>8}  {short(choice.plan)}")  # fmt: skip
+
+
+def summary(found: Outcome, num_others: int = 4) -> str:
+    """One screen: the plan, the prediction, the runners-up, how exact."""
+    rows = [line(found, found.step_s)]
+    rows += [line(choice, found.step_s) for choice in found.others[:num_others]]
+    lines = [f"plan: {short(found.plan)}", "predicted step, memory per device:"]
+    lines += [f"  {row}" for row in rows]
+    if found.measured:
+        shown = ", ".join(f"{s * 1e3:.2f} ms" for s in found.measured)
+        lines.append(f"  confirmed by real steps: {shown}")
+    lines.append(f"search: {found.result.how_exact}, in {found.result.seconds * 1e3:.0f} ms")
+    return "\n".join(lines)
