@@ -31,9 +31,10 @@ from autopar_torch.plan import Plan
 from autopar_torch.run import shardings, world
 from autopar_torch.shard import solve, spatial
 from autopar_torch.shard.collectives import Axis, run_moves
+from autopar_torch.shard.estimate import estimate
 from autopar_torch.shard.layout import Forms, Split, Square, cuts, layout_text, parse_layout, side
 from autopar_torch.shard.parts import join, piece
-from autopar_torch.shard.price import Prices, moves, ring_seconds
+from autopar_torch.shard.price import Prices, moves, ring_waits
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
@@ -277,11 +278,22 @@ def test_elimination_equals_brute_force_with_rings_among_the_choices(
     assert brute_force(sizes, tables) == pytest.approx(float(table.solution.table.min()))
 
 
-def test_messages_cost_what_computation_does_not_hide() -> None:
-    """Six steps of 10 s each; under four of them 8, 5, 5 and 4 bytes travel, at 4 s a byte."""
+def test_a_ring_waits_for_what_computation_does_not_hide() -> None:
+    """Steps of 10 s; under one of the forward 8 bytes travel, then 5, 5 and 4, at 4 s a byte."""
     blocks = {"i": 4.0, "w": 4.0, "o": 1.0}
-    assert ring_seconds(60.0, 2, blocks, Link(0.0, 0.25), 1.0) == 2 * 10 + 32 + 20 + 20 + 16
-    assert ring_seconds(60.0, 2, blocks, Link(0.0, 0.25), 0.0) == 60 + 32 + 20 + 20 + 16
+    assert ring_waits(20.0, 2, blocks, Link(0.0, 0.25), 1.0) == (22, 10 + 10 + 6)
+    assert ring_waits(20.0, 2, blocks, Link(0.0, 0.25), 0.0) == (32, 20 + 20 + 16)
+
+
+def test_a_block_in_rings_is_estimated_with_what_it_waits_for() -> None:
+    traced = trace(Tiny(), take_apart((), _tiny_batch(4, 0, False))[0])
+    block = traced.graph.blocks[0]
+    table = solve.tabulate(traced.programs[block.kind], (4,), Prices(), spatial="always")
+    sharding = solve.read_out(table, block.kind, dict.fromkeys(table.borders, 0))
+    slow, fast = (estimate(traced.programs[block.kind], sharding, Prices(links=(link,)))
+                  for link in (Link(1.0, 1e9), Link(0.0, 1e9)))  # fmt: skip
+    assert slow.comm_forward_s - fast.comm_forward_s == pytest.approx(1 + 1)  # and to gather y
+    assert slow.comm_backward_s - fast.comm_backward_s == pytest.approx(3)
 
 
 def _traced(name: str) -> Any:

@@ -139,21 +139,20 @@ def reduce_seconds(grad: Layouts, num_bytes: float, mesh: tuple[int, ...],
     return sum(2 * (n - 1) / n * own / link.bytes_per_s for n, link in sums)
 
 
-def ring_seconds(whole: float, n: int, blocks: dict[str, float], link: Link,
-                 hides: float) -> float:  # fmt: skip
-    """Seconds of a linear in n steps per phase (spatial.py), messages under the computation.
+def ring_waits(forward: float, n: int, blocks: dict[str, float], link: Link,
+               hides: float) -> tuple[float, float]:  # fmt: skip
+    """Seconds that a linear in n steps per phase (spatial.py) waits for messages: (forward, back).
 
-    `whole`: its computation forward and backward on this device; `blocks`: bytes of a block of the
-    operand (i), the weight (w) and the result (o).
+    `forward`: its computation forward on this device; `blocks`: bytes of a block of the operand
+    (i), the weight (w) and the result (o).
     """
     i, w, o = (blocks[skew] for skew in "iwo")
-    step = whole / (3 * n)
 
-    def under(size: float) -> float:
+    def wait(size: float) -> float:
         message = link.latency_s + size / link.bytes_per_s
-        return (1 - hides) * message + max(step, hides * message)
+        return (1 - hides) * message + max(0.0, hides * message - forward / n)
 
-    return 2 * step + (n - 1) * (under(i + w) + under(o + w) + under(i + o)) + under(w)
+    return (n - 1) * wait(i + w), (n - 1) * (wait(o + w) + wait(i + o)) + wait(w)
 
 
 def num_bytes(info: TensorInfo | tuple[TensorInfo, ...], rows: int) -> int:

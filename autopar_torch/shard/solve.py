@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from torch import fx
@@ -42,7 +42,7 @@ from .price import (
     op_costs,
     param_costs,
     reduce_seconds,
-    ring_seconds,
+    ring_waits,
 )
 from .square import all_strategies
 
@@ -234,24 +234,27 @@ def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
 
 def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
               whole: tuple[float, float]) -> tuple[float, float]:  # fmt: skip
-    """Seconds and kept bytes of an op under a choice. A linear in a ring keeps a block it was sent.
-
-    It takes as long as the longer of computation and messages, step by step.
-    """
-    mesh, prices = problem.mesh, problem.prices
+    """Seconds and kept bytes of an op under a choice."""
     seconds, kept = (cost / choice.share for cost in whole)
     if choice.ring is None:
         return seconds, kept
+    *waits, block = ring_costs(node, choice, problem.mesh, problem.prices, seconds / 3)
+    return seconds + sum(waits), kept + block
+
+
+def ring_costs(node: fx.Node, choice: Choice, mesh: tuple[int, ...], prices: Prices,
+               forward: float) -> tuple[float, float, float]:  # fmt: skip
+    """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
+    axis = cast(int, choice.ring)
     inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
     values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
     blocks = {
         layout.skew: num_bytes(value.meta["info"], prices.rows) / parts_of(mesh, layouts)
         for value, layouts in values
-        if isinstance(layout := layouts[choice.ring], Square) and layout.row is not None
+        if isinstance(layout := layouts[axis], Square) and layout.row is not None
     }
-    n, link = side(mesh[choice.ring]), prices.links[choice.ring]
-    taken = ring_seconds(seconds, n, blocks, link, prices.hides)
-    return taken, kept + blocks["i"]
+    waits = ring_waits(forward, side(mesh[axis]), blocks, prices.links[axis], prices.hides)
+    return (*waits, blocks["i"])
 
 
 def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
