@@ -25,7 +25,8 @@ def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list
     plain = strategies(graph)
     if not any(side(parts) for parts in mesh):
         return plain
-    found, pairs = {}, defaultdict(dict)  # type: ignore[var-annotated]
+    found: dict[fx.Node, list[Strategy]] = {}
+    pairs: Pairs = defaultdict(dict)
     for node, options in plain.items():
         op = Op(node)
         squares = _spatial(op, options) or list(dict.fromkeys(_through(op, options, pairs)))
