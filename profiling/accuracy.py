@@ -11,6 +11,7 @@ and updates, never a plan.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -101,15 +102,12 @@ class Side:
         tensors += [h.leaf for h in self.model.store.held.values()]
         tensors += [v for s in self.optimizer.state.values() for v in s.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        hook = self.optimizer.register_step_pre_hook(
-            lambda *_: count.look([p.grad for p in self.model.parameters()]))  # fmt: skip
         with TensorBytes() as count:
             marks = [count.mark()]
             for _ in range(3):
                 self.step()
                 marks.append(count.mark())
-        hook.remove()
-        tops = [count.peak(a, b) - count.at(a) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        tops = [count.peak(a, b) for a, b in itertools.pairwise(marks)]
         return sum(storages.values()) + round(statistics.median(tops))
 
 

@@ -64,7 +64,7 @@ class Runner:
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    counted: Counted = Counted((0, 0, 0, 0), 0, 0, 0, False)
+    counted: Counted | None = None
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -137,7 +137,8 @@ class Blocks:
 
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
-            self.pieces[runner.need] = _bytes(runner.counted, count)
+            if runner.counted is not None:
+                self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
         for runner in self.runners:
@@ -163,9 +164,12 @@ class Blocks:
         A core that is shared or throttled stops for milliseconds, seldom within a short block: only
         all blocks together show how much of it this rank has.
         """
-        samples = [s for r in self.runners for own in r.samples.values() for s in own]
-        core = sum(s.core_s for s in samples)
-        return sum(s.wall_s - s.comm_s for s in samples) / core if core else 1.0
+        own = [s for r in self.runners for s in r.samples.values()]
+        count = min((len(samples) for samples in own), default=0)
+        rounds = [[samples[k] for samples in own] for k in range(count)]
+        ratios = [sum(s.wall_s - s.comm_s for s in ran) / sum(s.core_s for s in ran)
+                  for ran in rounds]  # fmt: skip
+        return median(ratios) if ratios else 1.0
 
     def spread(self) -> float:
         """The largest spread of a cell that matters: those of at least a millisecond."""

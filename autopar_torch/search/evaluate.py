@@ -163,10 +163,20 @@ class Pricer:
         kept = sum(float(self.sums["kept"][b] - self.sums["kept"][a]) for a, b in stages)
         working = max(float(self.blocks.working[a:b].max()) for a, b in stages)
         flight = in_flight(c, position) / len(stages) * kept
-        grads = trained if c.zero < 2 else owned
-        packed = {0: 1.0, 1: 2.0}.get(c.zero, 2.0) * trained if c.dp > 1 else trained
-        running = flight + working + (grads if c.micro_batches > 1 else 0.0)
-        return base + max(running, packed)
+        again = c.micro_batches > 1
+        grads = trained if again and c.zero < 2 else owned if again else 0.0
+        largest = max(float(self.params.largest[a:b].max()) for a, b in stages)
+        running = flight + working + grads + (largest if again else 0.0)
+        return base + max(running, self._packed(trained, owned, largest, again))
+
+    def _packed(self, trained: float, owned: float, largest: float, again: bool) -> float:
+        """Messages of gradients beside what they were packed from (see simulate/memory.py)."""
+        c = self.candidate
+        if c.dp == 1 or not c.zero:
+            return trained + 2 * largest
+        if c.zero == 1:
+            return 2 * trained + min(owned, BUCKET_BYTES)
+        return 2 * trained + largest / c.dp + (owned if again else 0.0)
 
 
 def in_flight(c: Candidate, position: int) -> float:

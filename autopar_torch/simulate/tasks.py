@@ -158,6 +158,22 @@ class StepTasks:
                 self.ended |= {(rank, group[0]): self.last[rank] for rank in stage.devices
                                if rank in self.last}  # fmt: skip
 
+        if action.op in (Op.B, Op.W) and not final and self.costs.plan.zero >= 2:
+            self._sum_now(cost.ranks)
+
+    def _sum_now(self, ranks: Sequence[RankCost]) -> None:
+        """ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next.
+
+        All replicas do this at the same point, so one of them stands for the team.
+        """
+        for cost in ranks:
+            for bucket in cost.buckets:
+                if bucket.op == "scatter":
+                    curve = self.costs.profile.curve(bucket.op, bucket.ranks)
+                    packing = bucket.num_bytes * self.overheads.copy_s_per_byte
+                    seconds = curve.seconds(bucket.num_bytes) + packing
+                    self._joint((cost.rank,), "scatter", seconds, curve.core)
+
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
         for cost in ranks:
             extra = self.overheads.action_s
