@@ -159,7 +159,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
 
     def prices(mesh: tuple[int, ...]) -> Prices:
         links = tuple(ways.link_of(seen, ranks) for ranks in ways.axis_ranks(mesh))
-        return Prices(base, links, 0.0, rows)
+        return Prices(base, links, 0.0, rows, hides=float(base is GPU))
 
     made = [ways.option(traced, mesh, prices(mesh)) for mesh in shapes] if world.rank == 0 else []
     return files.decode(world.agree(files.encode(made)), list[Option])
