@@ -36,7 +36,7 @@ DEVICES = (
     ("A10G", "A10G"), ("L4", "L4"), ("T4", "T4"),
 )  # fmt: skip
 UNGATED = re.compile(r"gpt|mpt|opt|nemotron|bloom|falcon|\bT5|turing|MT-NLG", re.I)
-OLD = re.compile(r"fp16|mixed \(not stated")  # the years before fused attention
+OLD = re.compile(r"fp16|fp32 training|mixed \(not stated")  # the years before fused attention
 DEEPSPEED = ("bigscience", "sailor_validation")  # its pipeline does not split what it sends
 MEGATRON = re.compile("Megatron|NVIDIA|MLPerf|Korthikanti|MindSpeed|Zero Bubble")  # from 2022 on
 PRECISIONS = {"sailor_validation": "fp32 training"}  # its memory model: 4 bytes per weight
@@ -142,15 +142,15 @@ class MemoryKind:
 
     name: str = "allocator"
     last_stage: bool = False
-    with_fixed: bool = False
+    whole_device: bool = False
 
 
 MEMORY_KINDS = {
     "hf_playbook_sweep": MemoryKind("reserved", last_stage=True),
     "megatron_golden": MemoryKind("allocator", last_stage=True),
     "torchtitan": MemoryKind("reserved"),
-    "bigscience": MemoryKind("nvidia-smi", with_fixed=True),
-    "dlperf_oneflow": MemoryKind("nvidia-smi", with_fixed=True),
+    "bigscience": MemoryKind("nvidia-smi", whole_device=True),
+    "dlperf_oneflow": MemoryKind("nvidia-smi", whole_device=True),
 }
 
 
@@ -296,16 +296,16 @@ def redo(row: Row) -> Redo:
 
 
 def recipe(row: Row) -> Recipe:
-    source = row["source"]
-    text = (row["parallel"].get("precision") or PRECISIONS.get(row["file"], "bf16")).lower()
+    source, text = row["source"], stated_precision(row)
     kernel = row.get("kernel")
-    nvidia = "NVIDIA" in source and "Megatron-LM" not in source or "MLPerf" in source
+    nvidia = ("NVIDIA" in source and "Megatron-LM" not in source) or "MLPerf" in source
+    small_grads = nvidia or re.search("fp16|pure|bf16 mixed", text)  # NeMo's default since 2024
     fsdp, precision = row["parallel"]["zero"] == 3, _precision(text)
     return Recipe(
         precision=precision,
         weight_bytes=4.0 if fsdp or precision == "float32" else 2.0,
         state_bytes=8.0 if fsdp or precision == "float32" else 12.0,
-        grad_bytes=2.0 if "fp16" in text or "pure" in text else 4.0,
+        grad_bytes=2.0 if small_grads else 4.0,
         work_grad_bytes=2.0 if "nanotron" in source else 0.0,
         attention=_attention(row, nvidia),
         fused=_fused(row, kernel),
@@ -315,10 +315,16 @@ def recipe(row: Row) -> Recipe:
         dropout=bool(OLD.search(text)),
         overlap_data=_overlaps(row, text),
         overlap_tensor=nvidia or bool(row.get("mc2")) or bool(row.get("async_tp")),
+        whole_logits=row["file"] == "aleph_alpha_layouts",
+        lean=bool(MEGATRON.search(source)),
         fused_sum=bool(MEGATRON.search(source)),
         overlap_weight=bool(MEGATRON.search(source)),
         overlap_pipeline=nvidia,
     )  # fmt: skip
+
+
+def stated_precision(row: Row) -> str:
+    return (row["parallel"].get("precision") or PRECISIONS.get(row["file"], "bf16")).lower()
 
 
 def _overlaps(row: Row, text: str) -> bool:
@@ -331,7 +337,7 @@ def _overlaps(row: Row, text: str) -> bool:
 def _attention(row: Row, nvidia: bool) -> float:
     """What a row's kernel reaches, relative to a plain product."""
     kernel = row.get("kernel") or ""
-    text = (row["parallel"].get("precision") or "bf16").lower()
+    text = stated_precision(row)
     if not ("flash" in kernel if kernel else row.get("flash_attention", not OLD.search(text))):
         return 0.0
     if "v1" in kernel or ("llm-foundry" in row["source"] and "A100" in row["hardware"]["gpu"]):

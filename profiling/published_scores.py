@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean, median
 from typing import Any
@@ -53,13 +53,12 @@ class Prediction:
 
 def predict(job: Job) -> Prediction:
     stages = footprint.memory(job.worker, job.layers)
-    peak = max(stage.peak_bytes for stage in stages)
+    most = max(stages, key=lambda stage: stage.peak_bytes)
     kind = memory_kind(job)
-    told = stages[-1].peak_bytes if kind.last_stage else peak
-    if not kind.with_fixed:
-        told -= stages[0].fixed
+    told = stages[-1] if kind.last_stage else most
+    told_bytes = footprint.taken(told) if kind.whole_device else told.peak_bytes - told.fixed
     other = seconds(job, job.other) if job.other else None
-    return Prediction(job, seconds(job, job.worker), told, peak, other)
+    return Prediction(job, seconds(job, job.worker), told_bytes, footprint.taken(most), other)
 
 
 def seconds(job: Job, worker: Worker) -> float:

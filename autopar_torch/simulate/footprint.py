@@ -9,9 +9,15 @@ from ..timeline import Memory
 from .closed import layers_of, params_of
 from .transformer import NOTHING, Worker
 
-LOGITS, FUSED_LOGITS = 10.0, 4.0  # 16-bit logits, their 32-bit copy, their softmax: per element
+# Per score of a word: 16-bit logits, their 32-bit copy, its softmax; where nothing is done in place
+# both gradients and a gathered copy as well; a fused loss needs one copy and its gradient.
+LOGITS, EAGER_LOGITS, FUSED_LOGITS = 10.0, 18.0, 4.0
+EAGER_NORM_KEPT = 8.0  # a norm written out keeps its input and its result in 32 bit
+EAGER_SCORES = 6.0
 LSE = 4.0  # a fused attention keeps one float per row and head
 SCORES, DROPPED_SCORES = 2.0, 5.0  # softmax; with dropout a mask and the result as well
+EAGER_ROTARY_KEPT = 4.0  # of queries and keys
+FRAGMENTS = 1.1  # what an allocator takes from the device for what it hands out
 GATHERED_LAYERS = 2  # ZeRO 3 runs one layer and has asked for the next
 
 
@@ -31,12 +37,17 @@ def _parts(worker: Worker) -> tuple[float, float, float]:
     size, item = 2.0 * worker.width, 1.0 if worker.eight_bit else 2.0 * worker.width
     up = 2 * m.ffn if m.gated else m.ffn
     products = worker.tokens * size * (2 * m.hidden + 2 * m.kv_width + up) / t
-    norms = worker.between * (2 * size + 2 * item + (2 if recipe.dropout else 0))
-    act = worker.tokens * m.ffn * (item if recipe.fused or not m.gated else item + size) / t
+    inputs = worker.between if recipe.lean else worker.tokens * m.hidden
+    wide = EAGER_NORM_KEPT if m.gated and not recipe.fused else 0.0
+    norms = worker.between * (2 * (size + wide) + (2 if recipe.dropout else 0)) + 2 * item * inputs
+    act = worker.tokens * m.ffn * (item if recipe.lean or not m.gated else item + size) / t
+    if m.gated and not recipe.lean:
+        act += worker.tokens * EAGER_ROTARY_KEPT * (m.hidden + m.kv_width) / t
     if recipe.attention:
         core = worker.tokens * m.heads / t * LSE
     else:
-        core = worker.scores * worker.width * (DROPPED_SCORES if recipe.dropout else SCORES)
+        each = SCORES if recipe.fused_softmax else EAGER_SCORES
+        core = worker.scores * worker.width * (DROPPED_SCORES if recipe.dropout else each)
     return products, norms + act, core
 
 
@@ -81,9 +92,8 @@ def _again(worker: Worker) -> float:
 
 
 def _head(worker: Worker) -> float:
-    m = worker.model
-    logits = worker.tokens * m.vocab / worker.layout.tp
-    return logits * (FUSED_LOGITS if worker.recipe.fused_loss else LOGITS) + 4 * worker.between
+    each = LOGITS if worker.recipe.lean else EAGER_LOGITS
+    return worker.logits * (FUSED_LOGITS if worker.recipe.fused_loss else each) + 4 * worker.between
 
 
 def _gathered(worker: Worker) -> float:
@@ -99,3 +109,8 @@ def memory(worker: Worker, layers: Sequence[float] = ()) -> tuple[Memory, ...]:
     layers = layers or layers_of(worker.model.layers, worker.layout)
     params = params_of(worker, layers)
     return tuple(stage_memory(worker, s, layers, params) for s in range(ceil(worker.layout.pp)))
+
+
+def taken(memory: Memory) -> float:
+    """What a rank takes from its device, unused parts of the allocator's blocks included."""
+    return (memory.peak_bytes - memory.fixed) * FRAGMENTS + memory.fixed

@@ -17,14 +17,14 @@ NORM, ADD, DROPOUT, ROTARY, GELU, SWIGLU = 4.0, 6.0, 5.0, 4.0, 4.0, 6.0
 EAGER_NORM, EAGER_ROTARY, EAGER_GELU, EAGER_SWIGLU = 36.0, 16.0, 8.0, 10.0
 EAGER_COPY = 12.0  # queries, keys and values laid out anew
 EAGER_SOFTMAX = 2.2  # scale, mask and softmax one after another, the softmax in 32 bit
-SOFTMAX, SOFTMAX_BACKWARD = 13.0, 19.0  # scores written, scaled, masked, dropped, read: per score
+SOFTMAX, SOFTMAX_BACKWARD = 11.0, 17.0  # scores written, scaled, masked, dropped, read: per score
 BACKWARD_BYTES = 2.0  # of a pass over memory, relative to its forward
 LOSS, EAGER_LOSS = 12.0, 30.0  # per logit, forward and backward
 CAST = 4.0  # an 8-bit copy and its transpose, per element of a product's input
 FLASH_BACKWARD = 2.5  # five products for two
 CAUSAL = 0.5  # what a fused attention skips
 UNEVEN, ODD = 0.72, 0.5  # speed where widths are no multiple of 64, of 8
-ADAM = 30.0  # gradient read; weight and moments read and written; a 16-bit copy: per parameter
+ADAM = 46.0  # norm, clipping, update of weight and moments, a 16-bit copy, zeros: per parameter
 ACCUMULATE = 4.0  # a gradient is written in 16 bit and read, beside the sum it is added to
 
 
@@ -112,7 +112,9 @@ class Recipe:
     fused: bool = True
     fused_softmax: bool = True
     fused_loss: bool = False
+    whole_logits: bool = False  # every tensor-parallel rank sees the scores of all words
     fused_sum: bool = False  # products add to the gradients themselves
+    lean: bool = True  # of what is gathered for a product only the own part is kept
     whole_sends: bool = False  # every tensor-parallel rank sends the whole activation
     dropout: bool = False
     overlap_data: bool = True
@@ -173,7 +175,7 @@ class Group:
 
 def _alignment(*widths: float) -> float:
     """Part of the speed that is left where rows do not fill tiles."""
-    worst = min((next(tile for tile in (64, 8, 1) if not round(width) % tile) for width in widths))
+    worst = min(next(tile for tile in (64, 8, 1) if not round(width) % tile) for width in widths)
     return {64: 1.0, 8: UNEVEN, 1: ODD}[worst]
 
 
@@ -204,6 +206,11 @@ class Worker:
     def scores(self) -> float:
         """Elements of the attention matrix of one layer, where it is made."""
         return self.tokens * self.model.seq * self.model.heads / self.layout.tp
+
+    @property
+    def logits(self) -> float:
+        whole = self.tokens * self.model.vocab
+        return whole if self.recipe.whole_logits else whole / self.layout.tp
 
     @property
     def between(self) -> float:
@@ -327,15 +334,16 @@ class Worker:
         """The product with the vocabulary, and the loss."""
         m, t = self.model, self.layout.tp
         product = self._product(self.tokens, m.hidden, m.vocab / t)
-        loss = self._pass(
-            (LOSS if self.recipe.fused_loss else EAGER_LOSS) * self.tokens * m.vocab / t
-        )
-        reach = self.tensor_group.reduce(2 * self.tokens * m.hidden) / 2
-        return Seconds(product + loss / 2 + reach, 2 * product + loss / 2 + reach, product)
+        per_logit = LOSS if self.recipe.fused_loss else EAGER_LOSS
+        loss = self._pass(per_logit * self.logits) / 2
+        reach = self.tensor_group.gather(2 * self.tokens * m.hidden)
+        if self.recipe.whole_logits:
+            reach += self.tensor_group.gather(2 * self.logits)
+        return Seconds(product + loss + reach, 2 * product + loss + reach, product)
 
     @property
     def embedding(self) -> Seconds:
-        reach = self.tensor_group.reduce(2 * self.tokens * self.model.hidden) / 2
+        reach = self.tensor_group.gather(2 * self.tokens * self.model.hidden)
         table = self._pass(ADD * self.between)
         return Seconds(table + reach, table)
 
