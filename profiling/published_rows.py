@@ -151,6 +151,7 @@ MEMORY_KINDS = {
     "torchtitan": MemoryKind("reserved"),
     "bigscience": MemoryKind("nvidia-smi", whole_device=True),
     "dlperf_oneflow": MemoryKind("nvidia-smi", whole_device=True),
+    "sailor_validation": MemoryKind("device", whole_device=True),
 }
 
 
@@ -312,7 +313,7 @@ def recipe(row: Row) -> Recipe:
         fused_softmax=kernel != "torch",
         fused_loss=nvidia or "cross-entropy fusion" in (row["notes"] or ""),
         whole_sends=row["file"] in DEEPSPEED,
-        dropout=bool(OLD.search(text)),
+        dropout=bool(OLD.search(text)) and precision != "float32",
         overlap_data=_overlaps(row, text),
         overlap_tensor=nvidia or bool(row.get("mc2")) or bool(row.get("async_tp")),
         whole_logits=row["file"] == "aleph_alpha_layouts",

@@ -19,6 +19,7 @@ CALIBRATED = ("A100-40", "A100-80", "H100")
 TIME_MEAN, TIME_MEDIAN, MEMORY_MEAN, FIT, SPEARMAN, REGRET, WORST_PICK = (
     0.06, 0.12, 0.05, 0.93, 0.9, 0.05, 0.15,
 )  # fmt: skip
+MARGIN = 0.94  # part of a device that a recommended run may take
 ALLOCATOR = "simumax_b200"
 
 
@@ -34,7 +35,11 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.job.worker.hardware.device.memory_bytes
+        return self.part_taken <= 1
+
+    @property
+    def part_taken(self) -> float:
+        return self.peak_bytes / self.job.worker.hardware.device.memory_bytes
 
     @property
     def error(self) -> float:
@@ -249,7 +254,7 @@ def rank(group: dict[str, Any], predictions: dict[Key, Prediction]) -> Ranking |
     if len(ran) < 4:
         return None
     candidates = [p for p in members if p in ran or p.job.row["status"] == "OOM"]
-    pick = min((p for p in candidates if p.fits), key=lambda p: p.step_s, default=None)
+    pick = min((p for p in candidates if p.part_taken <= MARGIN), key=lambda p: p.step_s, default=None)
     pick = pick or min(candidates, key=lambda p: p.peak_bytes)
     fastest = min(p.job.step_s or 0.0 for p in ran)
     lost = pick.job.row["status"] == "OOM"

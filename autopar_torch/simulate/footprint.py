@@ -16,8 +16,7 @@ EAGER_NORM_KEPT = 8.0  # a norm written out keeps its input and its result in 32
 EAGER_SCORES = 6.0
 LSE = 4.0  # a fused attention keeps one float per row and head
 SCORES, DROPPED_SCORES = 2.0, 5.0  # softmax; with dropout a mask and the result as well
-EAGER_ROTARY_KEPT = 4.0  # of queries and keys
-FRAGMENTS = 1.1  # what an allocator takes from the device for what it hands out
+FRAGMENTS = 1.2  # what an allocator takes for what comes and goes, relative to what it hands out
 GATHERED_LAYERS = 2  # ZeRO 3 runs one layer and has asked for the next
 
 
@@ -41,8 +40,6 @@ def _parts(worker: Worker) -> tuple[float, float, float]:
     wide = EAGER_NORM_KEPT if m.gated and not recipe.fused else 0.0
     norms = worker.between * (2 * (size + wide) + (2 if recipe.dropout else 0)) + 2 * item * inputs
     act = worker.tokens * m.ffn * (item if recipe.lean or not m.gated else item + size) / t
-    if m.gated and not recipe.lean:
-        act += worker.tokens * EAGER_ROTARY_KEPT * (m.hidden + m.kv_width) / t
     if recipe.attention:
         core = worker.tokens * m.heads / t * LSE
     else:
@@ -113,4 +110,5 @@ def memory(worker: Worker, layers: Sequence[float] = ()) -> tuple[Memory, ...]:
 
 def taken(memory: Memory) -> float:
     """What a rank takes from its device, unused parts of the allocator's blocks included."""
-    return (memory.peak_bytes - memory.fixed) * FRAGMENTS + memory.fixed
+    passing = memory.activations + memory.working + memory.buffers
+    return memory.peak_bytes + (FRAGMENTS - 1) * passing
