@@ -8,42 +8,33 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
+from published_recipes import Row, layout, recipe
 
 from autopar_torch.cluster import Hardware, Link, hardware
-from autopar_torch.simulate.transformer import (
-    ALL,
-    CORE,
-    NOTHING,
-    Layout,
-    Recipe,
-    Redo,
-    Transformer,
-    Worker,
-)
+from autopar_torch.simulate.roofline import Worker
+from autopar_torch.simulate.transformer import ALL, Transformer
 
-Row = dict[str, Any]
 Key = tuple[str, str]
 
 # What a row calls its device -> a description; the first that fits.
 DEVICES = (
     ("GB300", "GB300"), ("GB200", "GB200"), ("B200", "B200"), ("GH200", "GH200"), ("H200", "H200"),
-    ("H800", "H800"), ("H100.*PCIe", "H100-PCIe"), ("H100-96", "H100-96"), ("H100", "H100"), ("A800", "A800"),
-    ("A100.*40.*PCIe", "A100-40-PCIe"), ("A100.*PCIe", "A100-80-PCIe"), ("A100.*40", "A100-40"),
-    ("A100", "A100-80"), ("V100.*16", "V100-16"), ("V100", "V100-32"), ("Ascend", "Ascend-910B"),
-    ("A10G", "A10G"), ("L4", "L4"), ("T4", "T4"),
+    ("H800", "H800"), ("H100.*PCIe", "H100-PCIe"), ("H100-96", "H100-96"), ("H100", "H100"),
+    ("A800", "A800"), ("A100.*40.*PCIe", "A100-40-PCIe"), ("A100.*PCIe", "A100-80-PCIe"),
+    ("A100.*40", "A100-40"), ("A100", "A100-80"), ("V100.*16", "V100-16"), ("V100", "V100-32"),
+    ("Ascend", "Ascend-910B"), ("A10G", "A10G"), ("L4", "L4"), ("T4", "T4"),
 )  # fmt: skip
 UNGATED = re.compile(r"gpt|mpt|opt|nemotron|bloom|falcon|\bT5|turing|MT-NLG", re.I)
-OLD = re.compile(r"fp16|fp32 training|mixed \(not stated")  # the years before fused attention
-DEEPSPEED = ("bigscience", "sailor_validation")  # its pipeline does not split what it sends
-MEGATRON = re.compile("Megatron|NVIDIA|MLPerf|Korthikanti|MindSpeed|Zero Bubble")  # from 2022 on
-PRECISIONS = {"sailor_validation": "fp32 training"}  # its memory model: 4 bytes per weight
+# What collectives reach over it beside InfiniBand, fitted on bigscience: hosts move the data.
+OMNI_PATH = 0.4
 ASSUMED_VOCAB = 51200
-# Parts of a plain product's speed that fused attentions reach: FlashAttention-2 tells of 190-230 of
-# 312 TFLOP/s on the A100 and (the paper of FlashAttention-3) of 35 % of the H100, -3 of 75 %.
-FLASH_1, FLASH_2, FLASH_2_HOPPER, CUDNN = 0.42, 0.65, 0.35, 0.56
+NEEDED = (
+    *(("model", name) for name in ("layers", "hidden", "ffn", "seq")),
+    *(("parallel", name) for name in ("tp", "pp", "dp")),
+    ("hardware", "gpu"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class Job:
 
 @dataclass
 class Rows:
-    """What a folder holds: jobs by (file, id), and rows that cannot be predicted, with the reason."""
+    """What a folder holds: jobs by (file, id), and (file, id, reason) of rows without one."""
 
     jobs: dict[tuple[str, str], Job] = field(default_factory=dict)
     left_out: list[tuple[str, str, str]] = field(default_factory=list)
@@ -100,11 +91,11 @@ def read(folder: Path) -> Rows:
 
 def missing(row: Row) -> str:
     """Why a row cannot be predicted, or nothing."""
-    for part, names in (("model", ("layers", "hidden", "ffn", "seq")),
-                        ("parallel", ("tp", "pp", "dp")), ("hardware", ("gpu", "count"))):  # fmt: skip
-        for name in names:
-            if not row[part].get(name):
-                return f"{part}.{name} is not stated"
+    for part, name in NEEDED:
+        if not row[part].get(name):
+            return f"{part}.{name} is not stated"
+    if row["model"].get("experts"):
+        return "a mixture of experts"
     if not (row["parallel"].get("mbs") and row["parallel"].get("gbs")):
         return "micro-batch or global batch is not stated"
     if "nodes x" in row["hardware"]["gpu"]:
@@ -186,7 +177,7 @@ def network(text: str, devices_per_node: int) -> float:
     match = re.search(r"(?:(\d+)x\D*?)?(\d+) ?Gb/s", text)
     if not match:
         return 0.0
-    bits = int(match[1] or 1) * int(match[2]) * 1e9
+    bits = int(match[1] or 1) * int(match[2]) * 1e9 * (OMNI_PATH if "Omni-Path" in text else 1)
     return bits / 8 / (1 if "per GPU" in text else devices_per_node)
 
 
@@ -253,110 +244,3 @@ def balanced(found: Transformer, num_stages: int) -> tuple[float, ...]:
         reached = (n + 1) * found.layer_params
         counts[min(num_stages - 1, math.ceil(reached / total * num_stages - 1e-9) - 1)] += 1
     return tuple(counts)
-
-
-# --- layout and recipe ----------------------------------------------------------------------------
-
-
-def layout(row: Row) -> Layout:
-    p = row["parallel"]
-    zero = 1 if p["zero"] is None else p["zero"]
-    return Layout(
-        tp=p["tp"], pp=p["pp"], dp=p["dp"], cp=p["cp"] or 1, virtual=p["vpp"] or 1,
-        sequence=bool(p["sp"]), zero=zero, zero_group=zero_group(row),
-        micro_rows=p["mbs"], rows=p["gbs"], redo=redo(row), schedule=schedule(row),
-    )  # fmt: skip
-
-
-def zero_group(row: Row) -> int:
-    if match := re.search(r"within (\d+)", row.get("zero_group") or ""):
-        return min(int(match[1]), row["parallel"]["dp"])
-    group = row["derived"].get("fsdp_group") or 0
-    return min(group, row["parallel"]["dp"] * (row["parallel"]["cp"] or 1))
-
-
-def schedule(row: Row) -> str:
-    return {"ZB-1p": "zero_bubble", "ZB-2p": "zero_bubble_h2"}.get(
-        row.get("schedule") or "", "1f1b"
-    )
-
-
-def redo(row: Row) -> Redo:
-    stated = row["parallel"].get("recompute") or "none"
-    stages = row["derived"].get("stages")
-    if stated.startswith("per-op") and stages:
-        part = sum(s["recomputed_ops"] for s in stages) / sum(s["ops"] for s in stages)
-        return Redo(part, part, part, part)
-    if stated.startswith("full"):
-        return ALL
-    if "every 2nd layer" in stated:
-        return Redo(0.5, 0.5, 0.5, 0.5)
-    if "per-op" in stated:  # every second product is kept
-        return Redo(products=0.5, passes=1.0)
-    return CORE if stated.startswith("selective") else NOTHING
-
-
-def recipe(row: Row) -> Recipe:
-    source, text = row["source"], stated_precision(row)
-    kernel = row.get("kernel")
-    nvidia = ("NVIDIA" in source and "Megatron-LM" not in source) or "MLPerf" in source
-    small_grads = nvidia or re.search("fp16|pure|bf16 mixed", text)  # NeMo's default since 2024
-    fsdp, precision = row["parallel"]["zero"] == 3, _precision(text)
-    return Recipe(
-        precision=precision,
-        weight_bytes=4.0 if fsdp or precision == "float32" else 2.0,
-        state_bytes=8.0 if fsdp or precision == "float32" else 12.0,
-        grad_bytes=2.0 if small_grads else 4.0,
-        work_grad_bytes=2.0 if "nanotron" in source else 0.0,
-        attention=_attention(row, nvidia),
-        fused=_fused(row, kernel),
-        fused_softmax=kernel != "torch",
-        fused_loss=nvidia or "cross-entropy fusion" in (row["notes"] or ""),
-        whole_sends=row["file"] in DEEPSPEED,
-        dropout=bool(OLD.search(text)) and precision != "float32",
-        overlap_data=_overlaps(row, text),
-        overlap_tensor=nvidia or bool(row.get("mc2")) or bool(row.get("async_tp")),
-        whole_logits=row["file"] == "aleph_alpha_layouts",
-        lean=bool(MEGATRON.search(source)),
-        fused_sum=bool(MEGATRON.search(source)),
-        overlap_weight=bool(MEGATRON.search(source)),
-        overlap_pipeline=nvidia,
-    )  # fmt: skip
-
-
-def stated_precision(row: Row) -> str:
-    return (row["parallel"].get("precision") or PRECISIONS.get(row["file"], "bf16")).lower()
-
-
-def _overlaps(row: Row, text: str) -> bool:
-    """Whether gradients travel beside the backward: as stated, or as the program did then."""
-    if "NO communication overlap" in (row["notes"] or "") or "nanotron" in row["source"]:
-        return False
-    return row.get("overlap_grad_reduce", not OLD.search(text)) is not False
-
-
-def _attention(row: Row, nvidia: bool) -> float:
-    """What a row's kernel reaches, relative to a plain product."""
-    kernel = row.get("kernel") or ""
-    text = stated_precision(row)
-    if not ("flash" in kernel if kernel else row.get("flash_attention", not OLD.search(text))):
-        return 0.0
-    if "v1" in kernel or ("llm-foundry" in row["source"] and "A100" in row["hardware"]["gpu"]):
-        return FLASH_1
-    if re.search("H100|H200|H800|B200|B300", row["hardware"]["gpu"]):
-        return CUDNN if nvidia else FLASH_2_HOPPER
-    return FLASH_2
-
-
-def _precision(text: str) -> str:
-    if "fp32 training" in text:
-        return "float32"
-    if "fp4" in text:
-        return "float4"
-    return "float8" if "fp8" in text or "float8" in text else "bfloat16"
-
-
-def _fused(row: Row, kernel: str | None) -> bool:
-    if kernel:
-        return "RMS" in kernel
-    return row.get("compile", row["parallel"]["zero"] != 3)

@@ -12,7 +12,7 @@ from typing import Any
 from published_rows import Job, Key, Rows, memory_kind
 
 from autopar_torch.simulate import closed, footprint
-from autopar_torch.simulate.transformer import Worker
+from autopar_torch.simulate.roofline import Worker
 
 CALIBRATED = ("A100-40", "A100-80", "H100")
 # Targets, as parts of one.
@@ -25,7 +25,7 @@ ALLOCATOR = "simumax_b200"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a row would take; `memory_bytes` is of the kind the row tells of, `peak_bytes` decides."""
+    """What a row would take: `memory_bytes` as the row counts them, `peak_bytes` of the device."""
 
     job: Job
     step_s: float
@@ -171,7 +171,7 @@ class Report:
 
     def _fits(self) -> Iterator[str]:
         """Of runs that ran and runs that ran out of memory, how many were foreseen."""
-        yield "fits or not: source, ran and foreseen, ran but refused, out of memory and foreseen, missed"
+        yield "fits or not: source, ran: foreseen, refused; out of memory: foreseen, missed"
         total: Counter[tuple[bool, bool]] = Counter()
         for file, found in by(self.predictions, lambda key, p: key[0]).items():
             table = Counter((p.job.row["status"] == "OK", p.fits) for p in found
@@ -197,7 +197,7 @@ class Report:
                    f"{mean(r.regret for r in mine):8.1%}{max(r.regret for r in mine):8.1%}"
                    f"{sum(r.out_of_memory for r in mine):4d}")  # fmt: skip
         if self.show_groups:
-            yield from (f"    {r.name:60s} n={r.count:3d} {r.spearman:6.3f} {r.regret:6.1%} {r.pick}"
+            yield from (f"    {r.name:56s}{r.count:4d}{r.spearman:7.3f}{r.regret:8.1%} {r.pick}"
                         for r in found)  # fmt: skip
         self._check_ranking(found)
 
@@ -254,7 +254,9 @@ def rank(group: dict[str, Any], predictions: dict[Key, Prediction]) -> Ranking |
     if len(ran) < 4:
         return None
     candidates = [p for p in members if p in ran or p.job.row["status"] == "OOM"]
-    pick = min((p for p in candidates if p.part_taken <= MARGIN), key=lambda p: p.step_s, default=None)
+    pick = min(
+        (p for p in candidates if p.part_taken <= MARGIN), key=lambda p: p.step_s, default=None
+    )
     pick = pick or min(candidates, key=lambda p: p.peak_bytes)
     fastest = min(p.job.step_s or 0.0 for p in ran)
     lost = pick.job.row["status"] == "OOM"

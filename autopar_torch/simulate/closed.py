@@ -9,21 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .transformer import Group, Layout, Seconds, Worker
+from .roofline import Group, Seconds, Worker
+from .transformer import Layout
 
 
 def pipeline(stages: Sequence[Seconds], num_micro_batches: int, schedule: str = "1f1b",
              virtual: int = 1, send_s: float = 0.0) -> float:  # fmt: skip
     """Seconds until the first stage has finished. `send_s` is one message that is waited for."""
-    slowest = max(stage.total for stage in stages)
-    others = sum(stage.total for stage in stages) - slowest
+    busy = [num_micro_batches * stage.total for stage in stages]
+    idle = [_idle(stages, s) for s in range(len(stages))]
     if schedule.startswith("zero_bubble"):
         weight = max(stage.weight for stage in stages) * (len(stages) - 1)
         times = 2 if schedule == "zero_bubble_h2" else 1  # twice the activations, half the bubble
-        others = max(0.0, others - (1 + times) * weight)
+        idle = [max(0.0, wait - (1 + times) * weight) for wait in idle]
     hops = len(stages) - 1
     waits = (num_micro_batches * virtual * 2 + 2 * hops) * send_s if hops else 0.0
-    return num_micro_batches * slowest + others / virtual + waits
+    return max(work + wait / virtual for work, wait in zip(busy, idle, strict=True)) + waits
+
+
+def _idle(stages: Sequence[Seconds], stage: int) -> float:
+    """How long a stage waits: for those before it, and for those after it beyond what it has to do.
+
+    With so many micro-batches ahead as stages follow, it runs their forwards while it waits for the
+    first backward, and their backwards while the last forward is on its way.
+    """
+    before = sum(other.total for other in stages[:stage])
+    after = sum(other.total for other in stages[stage + 1 :])
+    ahead = len(stages) - 1 - stage
+    mine = stages[stage]
+    return (before + max(0.0, after - ahead * mine.forward)
+            + max(0.0, after - ahead * mine.backward))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from math import ceil
 
 from ..timeline import Memory
 from .closed import layers_of, params_of
-from .transformer import NOTHING, Worker
+from .roofline import Worker
+from .transformer import NOTHING
 
 # Per score of a word: 16-bit logits, their 32-bit copy, its softmax; where nothing is done in place
 # both gradients and a gathered copy as well; a fused loss needs one copy and its gradient.
