@@ -44,6 +44,8 @@ def _step(costs: Costs, num_rows: int, start_s: float,
 
 
 def capacities(cluster: Cluster, start_s: float) -> list[fluid.Capacity]:
-    """The cluster's changes as capacities: `core 3` or `link 0`, as the tasks name them."""
-    return [fluid.Capacity(max(0.0, c.at_s - start_s), c.name, c.factor)
-            for c in cluster.changes]  # fmt: skip
+    """The cluster's changes, named as the tasks name what they need: `core 3`, `link 0`."""
+    ways = (" out", " in")
+    return [fluid.Capacity(max(0.0, c.at_s - start_s), c.name + way, c.factor)
+            for c in cluster.changes
+            for way in (ways if c.name.startswith("link") else ("",))]  # fmt: skip

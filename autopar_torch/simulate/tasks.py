@@ -58,16 +58,22 @@ class StepTasks:
         return len(self.tasks) - 1
 
     def _exchange(self, ranks: Sequence[int], name: str, seconds: float, core: float,
-                  after: Sequence[int]) -> int:  # fmt: skip
+                  after: Sequence[int], one_way: bool = False) -> int:  # fmt: skip
         """Communication among ranks; those who wait for it are told by the caller."""
         needs: dict[str, float] = {}
         for rank in ranks:
             key = f"core {self.cluster.core(rank)}"
             needs[key] = min(1.0, needs.get(key, 0.0) + core)
-        nodes = {self.cluster.node_of[rank] for rank in ranks}
-        if len(nodes) > 1:
-            needs |= {f"link {node}": 1.0 for node in nodes}
+        needs |= self._ways(ranks, one_way)
         return self._add(Task(name, seconds, needs, tuple(after), tuple(ranks), COMM))
+
+    def _ways(self, ranks: Sequence[int], one_way: bool) -> dict[str, float]:
+        """Ways out of nodes and into them; a message takes one of each, a collective all."""
+        nodes = [self.cluster.node_of[rank] for rank in ranks]
+        if len(set(nodes)) == 1:
+            return {}
+        out, into = (nodes[:1], nodes[1:]) if one_way else (nodes, nodes)
+        return {f"link {node} out": 1.0 for node in out} | {f"link {node} in": 1.0 for node in into}
 
     def _together(self, ranks: Sequence[int], name: str, op: str, num_bytes: float) -> None:
         """A collective that all its ranks wait for."""
@@ -143,7 +149,8 @@ class StepTasks:
             curve = self.costs.profile.curve("send", (source, target))
             after = [self.last[source]] if source in self.last else []
             self.moved[index, action, target] = self._exchange(
-                (source, target), str(action), curve.seconds(size), curve.core, after)  # fmt: skip
+                (source, target), str(action), curve.seconds(size), curve.core, after, one_way=True
+            )  # fmt: skip
 
     def _run(self, index: int, replica: Replica, action: Action, final: bool) -> None:
         """Computation of a stage; its last backward goes block by block, as gradients appear."""
@@ -206,8 +213,9 @@ class StepTasks:
         return curve.core if curve else 0.5
 
     def _reduce(self) -> None:
-        """Sums of gradients, each as soon as all its ranks have made theirs, one after another."""
-        streams: dict[int, int] = {}
+        """Sums of gradients, each as soon as all its ranks have made theirs; a team does one after
+        another."""
+        streams: dict[tuple[int, ...], int] = {}
         for cost in self._all_ranks():
             for bucket in cost.buckets:
                 done = bucket.op == "scatter" and self.costs.plan.zero == 3
@@ -231,16 +239,16 @@ class StepTasks:
             found[cost.rank] = cost
         return [found[rank] for rank in sorted(found)]
 
-    def _bucket(self, bucket: Bucket, streams: dict[int, int]) -> None:
+    def _bucket(self, bucket: Bucket, streams: dict[tuple[int, ...], int]) -> None:
         ready = [self.ended.get((rank, bucket.block), self.last.get(rank)) for rank in bucket.ranks]
         after = {task for task in ready if task is not None}
-        after |= {streams[rank] for rank in bucket.ranks if rank in streams}
+        after |= {streams[bucket.ranks]} if bucket.ranks in streams else set()
         curve = self.costs.profile.curve(bucket.op, bucket.ranks)
         packing = bucket.num_bytes * self.overheads.copy_s_per_byte
         task = self._exchange(bucket.ranks, "reduce", curve.seconds(bucket.num_bytes) + packing,
                               curve.core, sorted(after))  # fmt: skip
+        streams[bucket.ranks] = task
         for rank in bucket.ranks:
-            streams[rank] = task
             self.reduced.setdefault(rank, []).append(task)
 
     def _finish(self) -> None:
