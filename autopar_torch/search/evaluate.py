@@ -166,7 +166,7 @@ class Pricer:
         again = c.micro_batches > 1
         grads = trained if again and c.zero < 2 else owned if again else 0.0
         largest = max(float(self.params.largest[a:b].max()) for a, b in stages)
-        running = flight + working + grads + (largest if again else 0.0)
+        running = flight + working + grads
         return base + max(running, self._packed(trained, owned, largest, again))
 
     def _packed(self, trained: float, owned: float, largest: float, again: bool) -> float:
