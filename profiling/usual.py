@@ -24,9 +24,12 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
 from accuracy import NETWORKS, launch  # noqa: E402
 
 USUAL = {"tp2": "pure tensor", "pp2": "pure pipeline", "dp2": "DDP", "zero3": "fully_shard"}
-SIZES = {"small": {"layers": 4, "width": 128, "heads": 4, "vocab": 512, "seq": 64, "batch": 8},
-         "wide": {"layers": 4, "width": 256, "heads": 8, "vocab": 1024, "seq": 128, "batch": 8},
-         "deep": {"layers": 12, "width": 128, "heads": 4, "vocab": 512, "seq": 64, "batch": 16}}  # fmt: skip
+SMALL = {"layers": 4, "width": 128, "heads": 4, "vocab": 512, "seq": 64, "batch": 8}
+SIZES = {
+    "small": SMALL,
+    "wide": SMALL | {"width": 256, "heads": 8, "vocab": 1024, "seq": 128},
+    "deep": SMALL | {"layers": 12, "batch": 16},
+}
 
 
 def rank_main(sizes_name: str, rounds: int, out: str) -> None:
@@ -61,9 +64,8 @@ def rank_main(sizes_name: str, rounds: int, out: str) -> None:
 
 def show(case: dict[str, Any]) -> str:
     ours = case["ms"]["ours"]
-    lines = [
-        f"{case['sizes']:6} {case['network']:10} {case['plan']}: {statistics.median(ours):.1f} ms"
-    ]
+    head = f"{case['sizes']:6} {case['network']:10} {case['plan']}"
+    lines = [f"{head}: {statistics.median(ours):.1f} ms"]
     for name, label in USUAL.items():
         ratio = statistics.median(b / a for a, b in zip(ours, case["ms"][name], strict=True))
         lines.append(f"    {label:14} {statistics.median(case['ms'][name]):8.1f} ms  x{ratio:.2f}")
