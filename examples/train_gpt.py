@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 
 import torch
@@ -73,11 +74,11 @@ def global_batch(step: int) -> dict[str, Tensor]:
     return {"ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def plan_of(args: argparse.Namespace, world_size: int) -> ap.Plan:
-    """What the flags say; what they leave open goes to replicas (to tensors on two processes)."""
-    open_choice = args.tp is None and args.pp is None and args.dp is None
-    tp = args.tp or (2 if open_choice and world_size == 2 else 1)
-    pp = args.pp or 1
+def plan_of(args: argparse.Namespace, world_size: int) -> ap.Plan | None:
+    """What the flags say, the rest goes to replicas; without flags the fastest plan is searched."""
+    if args.tp is None and args.pp is None and args.dp is None:
+        return None
+    tp, pp = args.tp or 1, args.pp or 1
     dp = args.dp or max(1, world_size // (tp * pp))
     num_micro_batches = args.micro_batches or (2 * pp if pp > 1 else 1)
     return ap.Plan.uniform(
@@ -106,11 +107,10 @@ def train(args: argparse.Namespace) -> float:
     reference = copy.deepcopy(original)
     reference_opt = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
 
-    plan = plan_of(args, world_size)
-    model = ap.parallelize(original, plan=plan)
+    model = ap.parallelize(original, global_batch(0), plan=plan_of(args, world_size))
     opt = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     if rank == 0:
-        print(plan.describe())
+        print(model.plan.describe())
         print("step      loss" + ("   one process" if check else ""))
     worst = 0.0
     for step in range(STEPS):
@@ -144,6 +144,8 @@ def main() -> int:
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=None,
                         help="train an untouched copy beside it (default: with several processes)",
                         )  # fmt: skip
+    if os.environ.get("RANK", "0") == "0":
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
     worst = train(parser.parse_args())
     if dist.is_initialized():
         dist.destroy_process_group()
