@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -53,6 +54,7 @@ class TensorBytes:
 
     def __enter__(self) -> Self:
         gc.collect()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to the user's screen otherwise
         activities = [torch.profiler.ProfilerActivity.CPU]
         self.prof = torch.profiler.profile(activities=activities, profile_memory=True)
         self.prof.__enter__()
