@@ -24,6 +24,7 @@ from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
 from ..simulate import simulate
 from ..simulate.needs import needs_of
+from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
 from . import options as ways
@@ -59,11 +60,15 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 
 
 def best(traced: Traced, known: Known, num_rows: int, limits: Constraints) -> Outcome:
-    """Search by the formula; the engine, which shares cores and links, orders the best of them."""
-    result = search(traced.graph, known.options, Lookup(known.profile), num_rows, limits)
-    choices = [_simulated(choice, traced, known.profile, num_rows)
-               for choice in (result.best, *result.runners_up)]  # fmt: skip
-    choices.sort(key=lambda c: c.step_s)
+    """Search by the formula; the engine, which shares cores and links, orders the best of them.
+
+    Where nothing was measured and nobody shares, the engine would only repeat the formula.
+    """
+    result = search(traced.graph, known.options, lookup(known.profile), num_rows, limits)
+    choices = [result.best, *result.runners_up]
+    if not known.profile.assumed:
+        choices = [_simulated(choice, traced, known.profile, num_rows) for choice in choices]
+        choices.sort(key=lambda c: c.step_s)
     first, *others = choices
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
@@ -146,7 +151,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
              limits: Constraints) -> list[Option]:  # fmt: skip
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
     shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
-              if limits.tp is None or _degree(mesh) == limits.tp]  # fmt: skip
+              if limits.tp is None or ways.degree(mesh) == limits.tp]  # fmt: skip
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
@@ -163,13 +168,6 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
 
     made = [ways.option(traced, mesh, prices(mesh)) for mesh in shapes] if world.rank == 0 else []
     return files.decode(world.agree(files.encode(made)), list[Option])
-
-
-def _degree(mesh: tuple[int, ...]) -> int:
-    degree = 1
-    for parts in mesh:
-        degree *= parts
-    return degree
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -207,4 +205,4 @@ def _keep(known: Known, path: Path) -> None:
         log.warning("profile: not kept for the next run: %s", error)
 
 
-__all__ = ["Known", "best", "choose", "measure"]
+__all__ = ["Known", "best", "choose", "cluster_of", "measure"]

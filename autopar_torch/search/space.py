@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from ..model import ModelGraph
-from ..plan import Plan, Replica, ScheduleName, Sharding, Stage
+from ..plan import Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
 
 class Option(Struct, frozen=True):
@@ -34,6 +34,7 @@ class Constraints(Struct, frozen=True):
     schedule: ScheduleName | None = None
     recompute: bool | None = None
     max_virtual: int = 2
+    precision: Precision = "float32"
     memory_bytes: int | None = None  # per device, instead of what the device has
 
 
@@ -114,7 +115,8 @@ def _allows(pinned: object, value: object) -> bool:
 
 
 def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
-            reason: str = "found by search") -> Plan:  # fmt: skip
+            precision: Precision = "float32", reason: str = "found by search",
+            ) -> Plan:  # fmt: skip
     """The candidate written out: devices of a tensor group are neighbours, then stages."""
     option = options[candidate.option]
     tp, pp = option.degree, candidate.pp
@@ -132,7 +134,7 @@ def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Opti
         Replica(tuple(stage(r, s) for s in range(candidate.stages())), candidate.micro_batches)
         for r in range(candidate.dp)
     )
-    return Plan(replicas, candidate.schedule, candidate.zero, "float32", tuple(table), reason)
+    return Plan(replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason)
 
 
 def _number(table: list[Sharding], sharding: Sharding | None) -> int:
