@@ -16,6 +16,7 @@ from ..profile import Lookup
 from .borders import cuts
 from .bounds import bounds
 from .evaluate import Found, Pricer
+from .floors import floors
 from .space import Candidate, Constraints, Option, as_plan, candidates
 from .tables import Tables
 
@@ -57,7 +58,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     """The fastest plan that fits; with `exhaustive` by looking at every one."""
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
-    tables = Tables(options, graph, profile)
+    tables = Tables(options, graph, profile, limits.precision)
     found = list(candidates(options, graph, cluster.num_devices, num_rows, limits))
     if not found:
         raise SearchError(
@@ -69,7 +70,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
         raise _nothing_fits(hunt, capacity)
-    choices = tuple(Choice(as_plan(f.candidate, f.borders, options), f.step_s, f.memory_bytes)
+    choices = tuple(Choice(as_plan(f.candidate, f.borders, options, limits.precision),
+                           f.step_s, f.memory_bytes)
                     for f in hunt.best)  # fmt: skip
     return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
                   time.perf_counter() - start)  # fmt: skip
@@ -120,29 +122,37 @@ class _Hunt:
         return self.best[-1].step_s if len(self.best) == self.kept else np.inf
 
     def _price(self, candidate: Candidate, exhaustive: bool) -> None:
+        """Its best cut, if one fits."""
         pricer = Pricer(self.tables, candidate, self.num_rows)
-        blocks = pricer.blocks
-        split = candidate.schedule == "zero_bubble"
-        seconds = blocks.forward + (blocks.input + blocks.weight if split else blocks.backward)
 
         def fits(stage: int, first: int, end: int) -> bool:
-            return pricer.memory(stage % candidate.pp, [(first, end)]) <= self.capacity
+            return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity
 
-        several = 0
-        for borders in cuts(seconds, candidate.stages(), fits):
-            several += 1
-            self._consider(pricer.price(borders))
-        self.priced += several
-        if not several:
+        tried = list(cuts(pricer.seconds, candidate.stages(), fits))
+        if not tried:
             self.discarded["no cut fits"] += 1
-
-    def _consider(self, found: Found) -> None:
-        if found.memory_bytes > self.capacity:
-            self.discarded["memory"] += 1
-            if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
-                self.nearest = found
             return
-        self.best = sorted([*self.best, found], key=lambda f: f.order)[: self.kept]
+        floor = floors(pricer, tried)
+        best: Found | None = None
+        for i in np.argsort(floor, kind="stable"):
+            limit = self._limit() if best is None else min(self._limit(), best.step_s)
+            if not exhaustive and floor[i] > limit * ROUNDING:
+                self.discarded["time bound of the cut"] += best is None
+                break
+            memory = pricer.peak(tried[i])
+            if memory > self.capacity:
+                self._miss(Found(float("inf"), memory, candidate, tried[i]))
+                continue
+            self.priced += 1
+            found = pricer.price(tried[i], memory)
+            best = found if best is None else min(best, found, key=lambda f: f.order)
+        if best is not None:
+            self.best = sorted([*self.best, best], key=lambda f: f.order)[: self.kept]
+
+    def _miss(self, found: Found) -> None:
+        self.discarded["memory"] += 1
+        if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
+            self.nearest = found
 
 
 def _nothing_fits(hunt: _Hunt, capacity: float) -> SearchError:

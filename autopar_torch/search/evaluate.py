@@ -11,14 +11,15 @@ import numpy as np
 from ..profile import Curve
 from ..shard.reduction import BUCKET_BYTES
 from ..simulate.formula import Pipeline, ends
+from .memory import Memory
 from .space import Candidate
 from .tables import Array, Blocks, Tables
 
-STATES = 2  # moments that an Adam keeps of a parameter
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)  # rows of Blocks
 
 
 class Found(NamedTuple):
-    """A priced plan; `comm_s` is what a device spends exchanging inside its pipeline."""
+    """A priced plan."""
 
     step_s: float
     memory_bytes: float
@@ -38,148 +39,128 @@ class Pricer:
         self.tables, self.candidate = tables, candidate
         option, c = tables.options[candidate.option], candidate
         self.tp = option.degree
-        self.rows = max(1, num_rows // (c.dp * c.micro_batches))
-        split = c.schedule == "zero_bubble"
-        self.params = tables.params(c.option)
-        blocks = tables.blocks(c.option, self.rows, split, c.recompute)
-        self.blocks = self._with_gathers(blocks)
+        self.rows = rows_of(c, num_rows)
         self.over = tables.profile.profile.overheads
-        self.sums = {name: _sums(getattr(self.blocks, name)) for name in Blocks._fields}
-        self.held, self.trained = _sums(self.params.held), _sums(self.params.trained)
+        self.params = tables.params(c.option)
+        split = c.schedule == "zero_bubble"
+        blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, split, c.recompute))
+        work = np.array(blocks[:4])
+        work[_WEIGHT if split else _BACKWARD] += self.params.trained * again(c, tables)
+        self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
+                                         else work[_BACKWARD])  # fmt: skip
+        self.work = np.zeros((4, work.shape[1] + 1))
+        np.cumsum(work, axis=1, out=self.work[:, 1:])
+        ahead = tables.sends(c.option, self.rows)[0]
+        self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
+                             tables.precision == "bfloat16")  # fmt: skip
+        self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 
-    def _team(self, position: int) -> tuple[int, ...]:
-        """Ranks that hold the same part of a stage in all replicas."""
-        c = self.candidate
-        return tuple((r * c.pp + position) * self.tp for r in range(c.dp))
-
-    def _with_gathers(self, blocks: Blocks) -> Blocks:
-        """ZeRO 3 gathers every block before it runs, forward and backward."""
-        if self.candidate.zero < 3 or self.candidate.dp == 1:
-            return blocks
-        curve = self.tables.profile.curve("gather", self._team(0))
-        seconds = np.array([curve.seconds(size) if size else 0.0 for size in self.params.trained])
-        return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
-                               input=blocks.input + seconds,
-                               working=blocks.working + 2 * self.params.trained)  # fmt: skip
-
-    # --- time -----------------------------------------------------------------------------------
-
-    def price(self, borders: tuple[int, ...]) -> Found:
-        pipe = self._pipeline(borders)
+    def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
+        pipe = self.pipeline(borders)
         c = self.candidate
         stops = ends(c.schedule, pipe, c.micro_batches, c.virtual)
         stages = list(pairwise(borders))
         last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
-        memory = max(self.memory(p, stages[p :: c.pp]) for p in range(c.pp))
-        seconds = self._before(stages) + last + self._after(stages)
-        return Found(float(seconds), float(memory), c, borders)
+        memory = self.peak(borders) if memory_bytes is None else memory_bytes
+        return Found(float(self.outside(borders) + last), memory, c, borders)
 
-    def _pipeline(self, borders: tuple[int, ...]) -> Pipeline:
-        c, over = self.candidate, self.over
+    def peak(self, borders: Sequence[int]) -> float:
+        stages = list(pairwise(borders))
+        pp = self.candidate.pp
+        return max(self.memory.peak(p, stages[p::pp]) for p in range(pp))
 
-        def part(name: str) -> Array:
-            total = self.sums[name]
-            return total[list(borders[1:])] - total[list(borders[:-1])]
+    # --- time -----------------------------------------------------------------------------------
 
-        again = np.diff(self.trained[list(borders)]) * over.add_s_per_byte
-        again *= (c.micro_batches - 1) / c.micro_batches
-        send, back = self._messages(borders)
-        forward = part("forward") + over.action_s + over.micro_batch_s
-        backward, early = part("backward") + again + over.action_s, part("input") + over.action_s
-        late = part("weight") + again
-        return Pipeline(forward.tolist(), backward.tolist(), early.tolist(), late.tolist(), send,
-                        back)  # fmt: skip
+    def pipeline(self, borders: tuple[int, ...]) -> Pipeline:
+        over = self.over
+        part = np.diff(self.work[:, list(borders)], axis=1)
+        part[_FORWARD] += over.action_s + over.micro_batch_s
+        part[_BACKWARD : _INPUT + 1] += over.action_s
+        return Pipeline(*part.tolist(), *self._messages(borders))
 
-    def _messages(self, borders: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    def _messages(self, borders: Sequence[int]) -> tuple[list[float], list[float]]:
         """Seconds of the messages at every border; none within a position."""
         c = self.candidate
         ahead, back = self.tables.sends(c.option, self.rows)
         send, ret = [0.0] * c.stages(), [0.0] * c.stages()
         for s, border in enumerate(borders[1:-1]):
-            here, there = s % c.pp, (s + 1) % c.pp
+            here, there = s % c.pp * self.tp, (s + 1) % c.pp * self.tp
             if here != there:
-                curve = self.tables.profile.curve("send", (here * self.tp, there * self.tp))
+                curve = self.tables.curve("send", here, there - here, 2)
                 send[s], ret[s + 1] = curve.seconds(ahead[border]), curve.seconds(back[border])
         return send, ret
 
-    def _before(self, stages: Sequence[tuple[int, int]]) -> float:
-        """The batch is taken, and ZeRO 1 and 2 gather the parameters."""
-        c = self.candidate
-        seconds = self.over.step_s
+    def outside(self, borders: Sequence[int]) -> float:
+        """What comes before the pipeline and after it: ZeRO 1 and 2 gather the parameters; the
+        loss is summed over everyone, then the optimizer runs."""
+        c, over = self.candidate, self.over
+        trained, leaf = (_largest(total, borders, c.pp) for total in (self.trained, self.leaf))
+        seconds = over.step_s
         if c.zero in (1, 2):
-            curve = self.tables.profile.curve("gather", self._team(0))
-            size = max(self._trained(p, stages) for p in range(c.pp))
-            seconds += curve.seconds(size) + size * self.over.copy_s_per_byte
-        return seconds
-
-    def _after(self, stages: Sequence[tuple[int, int]]) -> float:
-        """The loss is summed over everyone, then the optimizer runs."""
-        c = self.candidate
-        world = self.tp * c.pp * c.dp
-        seconds = 0.0
-        if world > 1:
-            seconds += self.tables.profile.curve("sum", range(world)).seconds(4.0)
-        owned = max(self._trained(p, stages) for p in range(c.pp)) / (c.dp if c.zero else 1)
-        tensors = sum(self.params.number) / c.pp
-        return (
-            seconds + owned * self.over.update_s_per_byte + tensors * self.over.update_s_per_tensor
-        )
-
-    def _trained(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
-        own = stages[position :: self.candidate.pp]
-        return float(sum(self.trained[b] - self.trained[a] for a, b in own))
+            curve = self.tables.curve("gather", 0, c.pp * self.tp, c.dp)
+            seconds += curve.seconds(leaf) + leaf * over.copy_s_per_byte
+        return seconds + after(self.tables, c, trained)
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
         """When the sums of a position are there: buckets leave as its last backward fills them."""
         c = self.candidate
         if c.dp == 1:
             return stop
-        curve = self.tables.profile.curve("scatter" if c.zero else "sum", self._team(position))
-        ready, done, size = stop, 0.0, 0.0
-        todo = list(range(stage[0], stage[1]))
-        starts = self.sums["backward"]
-        for block in reversed(todo):
-            size += self.params.trained[block]
-            ready = stop - float(starts[block] - starts[stage[0]])
-            full = c.zero >= 2 or size >= BUCKET_BYTES or block == todo[0]
-            if full and size:
-                done = max(done, ready) + self._bucket_seconds(curve, size)
+        op = "scatter" if c.zero else "sum"
+        curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
+        first, end = stage
+        starts = self.work[_BACKWARD, first:end].tolist()
+        sizes = self.params.trained[first:end].tolist()
+        done = size = 0.0
+        for i in range(end - first - 1, -1, -1):
+            size += sizes[i]
+            if size and (c.zero >= 2 or size >= BUCKET_BYTES or i == 0):
+                ready = stop - (starts[i] - starts[0])
+                done = max(done, ready) + bucket_seconds(curve, size, self.tables)
                 size = 0.0
         return max(done, stop)
 
-    def _bucket_seconds(self, curve: Curve, size: float) -> float:
-        return curve.seconds(size) + size * self.over.copy_s_per_byte
 
-    # --- memory ---------------------------------------------------------------------------------
-
-    def memory(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
-        """Most bytes on a device of a position that holds these stages."""
-        c = self.candidate
-        held = sum(float(self.held[b] - self.held[a]) for a, b in stages)
-        trained = sum(float(self.trained[b] - self.trained[a]) for a, b in stages)
-        owned = trained / c.dp if c.zero else trained
-        params = {0: held, 3: held - trained + owned}.get(c.zero, held + owned)
-        base = params + STATES * owned + self.over.fixed_bytes
-        kept = sum(float(self.sums["kept"][b] - self.sums["kept"][a]) for a, b in stages)
-        working = max(float(self.blocks.working[a:b].max()) for a, b in stages)
-        flight = in_flight(c, position) / len(stages) * kept
-        grads = trained if c.zero < 2 else owned
-        packed = {0: 1.0, 1: 2.0}.get(c.zero, 2.0) * trained if c.dp > 1 else trained
-        running = flight + working + (grads if c.micro_batches > 1 else 0.0)
-        return base + max(running, packed)
+def rows_of(c: Candidate, num_rows: int) -> int:
+    return max(1, num_rows // (c.dp * c.micro_batches))
 
 
-def in_flight(c: Candidate, position: int) -> float:
-    """Micro-batches whose activations a position holds at its peak, counted per stage of it."""
-    count = c.micro_batches
-    if c.schedule == "gpipe":
-        return float(count * c.virtual)
-    if c.schedule == "zero_bubble":
-        return float(min(count, c.pp))
-    if c.schedule == "interleaved":
-        ahead = 2 * (c.pp - position - 1) + (c.virtual - 1) * c.pp + 1
-        return float(min(count * c.virtual, ahead))
-    return float(min(count, c.pp - position))
+def again(c: Candidate, tables: Tables) -> float:
+    """Seconds per byte of adding gradients, spread over the micro-batches; the first adds none."""
+    share = (c.micro_batches - 1) / c.micro_batches
+    return share * tables.profile.profile.overheads.add_s_per_byte
+
+
+def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
+    """ZeRO 3 gathers every block before it runs, forward and backward."""
+    if c.zero < 3 or c.dp == 1:
+        return blocks
+    leaf = tables.params(c.option).leaf
+    curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
+    known = {size: curve.seconds(size) if size else 0.0 for size in set(leaf.tolist())}
+    seconds = np.array([known[size] for size in leaf.tolist()])
+    return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
+                           input=blocks.input + seconds,
+                           working=blocks.working + 2 * leaf)  # fmt: skip
+
+
+def after(tables: Tables, c: Candidate, trained: float) -> float:
+    """The loss is summed over everyone, then the optimizer runs on so many bytes."""
+    over, world = tables.profile.profile.overheads, tables.options[c.option].degree * c.pp * c.dp
+    seconds = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
+    tensors = float(tables.params(c.option).number.sum()) / c.pp
+    owned = trained / (c.dp if c.zero else 1)
+    return seconds + owned * over.update_s_per_byte + tensors * over.update_s_per_tensor
+
+
+def bucket_seconds(curve: Curve, size: float, tables: Tables) -> float:
+    return curve.seconds(size) + size * tables.profile.profile.overheads.copy_s_per_byte
+
+
+def _largest(total: Array, borders: Sequence[int], pp: int) -> float:
+    """Most of something that one position has."""
+    parts = np.diff(total[list(borders)])
+    return float(parts.reshape(-1, pp).sum(axis=0).max())
 
 
 def _sums(values: Array) -> Array:

@@ -1,0 +1,71 @@
+"""Bytes of a position of a pipeline at its worst moment, for any range of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..shard.reduction import BUCKET_BYTES
+from .space import Candidate
+from .tables import Array, Blocks, Params
+
+STATES = 2  # moments that an Adam keeps of a parameter
+
+
+class Memory:
+    """What does not depend on the borders of one candidate; then `peak` is a few sums.
+
+    At the worst moment a position holds its parameters and what the optimizer keeps; and either
+    activations in flight, what one block works with and the gradients so far, or the gradients and
+    the messages that they are packed into.
+    """
+
+    def __init__(self, c: Candidate, params: Params, blocks: Blocks, ahead: Array,
+                 fixed_bytes: float, copies: bool) -> None:  # fmt: skip
+        self.candidate, self.fixed = c, fixed_bytes
+        self.params = _sums(lasting(c, params, copies))
+        self.grads, self.kept = _sums(params.trained), _sums(blocks.kept)
+        self.working, self.sent = blocks.working.tolist(), ahead.tolist()
+
+    def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
+        """Most bytes on a device of a position that holds these stages."""
+        c, count = self.candidate, len(stages)
+        base, grads, kept, working = self.fixed, 0.0, 0.0, 0.0
+        for a, b in stages:
+            base += self.params[b] - self.params[a]
+            grads += self.grads[b] - self.grads[a]
+            kept += self.kept[b] - self.kept[a] + self.sent[b]
+            working = max(working, max(self.working[a:b]))
+        flight = in_flight(c, position)
+        running = flight / count * kept
+        if flight >= c.micro_batches * count:  # gradients come when the first of them is gone
+            running = max(running, (flight - 1) / count * kept + grads)
+        else:
+            running += grads
+        packed = 0.0 if c.dp == 1 else BUCKET_BYTES + (2 if c.zero else 1) * grads
+        return base + max(running + working, packed, grads)
+
+
+def lasting(c: Candidate, params: Params, copies: bool) -> Array:
+    """Per block: parameters, their leaves where those are copies, and the optimizer's states."""
+    owned = params.trained / c.dp if c.zero else params.trained
+    leaf = 0.0 if c.zero == 3 else params.leaf if c.zero or copies else 0.0
+    return params.held - params.trained + (1 + STATES) * owned + leaf
+
+
+def in_flight(c: Candidate, position: int) -> float:
+    """Micro-batches whose activations a position holds at its peak, counted per stage of it."""
+    count = c.micro_batches
+    if c.schedule == "gpipe":
+        return float(count * c.virtual)
+    if c.schedule == "zero_bubble":
+        return float(min(count, c.pp))
+    if c.schedule == "interleaved":
+        ahead = 2 * (c.pp - position - 1) + (c.virtual - 1) * c.pp + 1
+        return float(min(count * c.virtual, ahead))
+    return float(min(count, c.pp - position))
+
+
+def _sums(values: Array) -> list[float]:
+    return [0.0, *np.cumsum(values).tolist()]
