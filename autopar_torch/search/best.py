@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -13,12 +15,12 @@ from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
-from .borders import cuts
+from .borders import cuts, is_small
 from .bounds import bounds
 from .evaluate import Found, Pricer
 from .floors import floors
 from .space import Candidate, Constraints, Option, as_plan, candidates
-from .tables import Tables
+from .tables import Array, Tables
 
 KEPT = 8  # runners-up
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
@@ -88,6 +90,14 @@ class Outcome(Struct, frozen=True):
     measured: tuple[float, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
+class _Cuts(NamedTuple):
+    """A candidate that waits to be priced: its cuts that fit, and their bounds."""
+
+    pricer: Pricer
+    fitting: list[tuple[tuple[int, ...], float]]
+    floor: Array
+
+
 class _Hunt:
     """The state of one search."""
 
@@ -103,54 +113,66 @@ class _Hunt:
         self.gap = 0.0
 
     def run(self, exhaustive: bool, deadline: float | None) -> None:
-        order = np.lexsort((np.arange(len(self.found)), self.bounds.seconds))
+        """Candidates come back to the queue with the bound of their cuts before they are priced."""
         too_large = self.bounds.memory_bytes > self.capacity
-        for done, i in enumerate(order):
-            if not exhaustive and self.bounds.seconds[i] > self._limit() * ROUNDING:
-                self.discarded["time bound"] += len(order) - done
+        if not exhaustive:
+            self.discarded["memory bound"] += int(too_large.sum())
+        queue: list[tuple[float, int]] = [(float(s), i) for i, s in enumerate(self.bounds.seconds)
+                                          if exhaustive or not too_large[i]]  # fmt: skip
+        heapq.heapify(queue)
+        ready: dict[int, _Cuts] = {}
+        while queue:
+            bound, i = heapq.heappop(queue)
+            if not exhaustive and bound > self._limit() * ROUNDING:
+                self.discarded["time bound"] += len(queue) + 1
                 return
-            if not exhaustive and too_large[i]:
-                self.discarded["memory bound"] += 1
-                continue
             if deadline is not None and time.perf_counter() > deadline and self.best:
-                self.gap = 1 - float(self.bounds.seconds[i]) / self.best[0].step_s
+                self.gap = max(0.0, 1 - bound / self.best[0].step_s)
                 return
-            self._price(self.found[i], exhaustive)
+            if i in ready:
+                self._price(ready.pop(i), exhaustive)
+            elif (prepared := self._prepare(self.found[i])) is not None:
+                ready[i] = prepared
+                heapq.heappush(queue, (max(bound, float(prepared.floor.min())), i))
 
     def _limit(self) -> float:
         """What a candidate has to beat to be kept."""
         return self.best[-1].step_s if len(self.best) == self.kept else np.inf
 
-    def _price(self, candidate: Candidate, exhaustive: bool) -> None:
-        """Its best cut, if one fits."""
+    def _prepare(self, candidate: Candidate) -> _Cuts | None:
+        """Its cuts with their bounds; those that do not fit are gone."""
         pricer = Pricer(self.tables, candidate, self.num_rows)
 
         def fits(stage: int, first: int, end: int) -> bool:
             return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity
 
-        tried = list(cuts(pricer.seconds, candidate.stages(), fits))
-        if not tried:
-            self.discarded["no cut fits"] += 1
-            return
-        floor = floors(pricer, tried)
+        num_stages, free = candidate.stages(), None
+        if not is_small(len(pricer.seconds), num_stages):
+            free = self.tables.free_cut(pricer.work_key, pricer.seconds, num_stages)
+        tried = [(cut, pricer.peak(cut))
+                 for cut in cuts(pricer.seconds, num_stages, fits, free)]  # fmt: skip
+        fitting = [(cut, memory) for cut, memory in tried if memory <= self.capacity]
+        if fitting:
+            return _Cuts(pricer, fitting, floors(pricer, [cut for cut, _ in fitting]))
+        self.discarded["memory" if tried else "no cut fits"] += 1
+        for cut, memory in tried:
+            self._miss(Found(float("inf"), memory, candidate, cut))
+        return None
+
+    def _price(self, prepared: _Cuts, exhaustive: bool) -> None:
+        """Its best cut."""
         best: Found | None = None
-        for i in np.argsort(floor, kind="stable"):
+        for i in np.argsort(prepared.floor, kind="stable"):
             limit = self._limit() if best is None else min(self._limit(), best.step_s)
-            if not exhaustive and floor[i] > limit * ROUNDING:
-                self.discarded["time bound of the cut"] += best is None
+            if not exhaustive and prepared.floor[i] > limit * ROUNDING:
                 break
-            memory = pricer.peak(tried[i])
-            if memory > self.capacity:
-                self._miss(Found(float("inf"), memory, candidate, tried[i]))
-                continue
             self.priced += 1
-            found = pricer.price(tried[i], memory)
+            found = prepared.pricer.price(*prepared.fitting[i])
             best = found if best is None else min(best, found, key=lambda f: f.order)
         if best is not None:
             self.best = sorted([*self.best, best], key=lambda f: f.order)[: self.kept]
 
     def _miss(self, found: Found) -> None:
-        self.discarded["memory"] += 1
         if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
             self.nearest = found
 

@@ -180,9 +180,8 @@ def _messages(space: _Space) -> tuple[Array, Array]:
         tp = tables.options[option].degree
         sizes = [float(s[1:-1].min()) if len(s) > 2 else 0.0
                  for s in tables.sends(option, int(space.rows[i]))]  # fmt: skip
-        for s in range(p - 1):
-            curve = tables.curve("send", s * tp, tp, 2)
-            found[row] += [at_least(curve, size) for size in sizes]
+        for curve, count in tables.hops(tp, p):
+            found[row] += [count * at_least(curve, size) for size in sizes]
     return found[which, 0], found[which, 1]
 
 

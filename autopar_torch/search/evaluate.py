@@ -10,7 +10,7 @@ import numpy as np
 
 from ..profile import Curve
 from ..shard.reduction import BUCKET_BYTES
-from ..simulate.formula import Pipeline, ends
+from ..simulate.formula import Pipeline
 from .memory import Memory
 from .space import Candidate
 from .tables import Array, Blocks, Tables
@@ -51,6 +51,8 @@ class Pricer:
         self.work = np.zeros((4, work.shape[1] + 1))
         np.cumsum(work, axis=1, out=self.work[:, 1:])
         ahead = tables.sends(c.option, self.rows)[0]
+        self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
+                         (c.dp, c.pp) if c.zero == 3 else None)  # fmt: skip
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16")  # fmt: skip
         self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
@@ -58,7 +60,7 @@ class Pricer:
     def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
         pipe = self.pipeline(borders)
         c = self.candidate
-        stops = ends(c.schedule, pipe, c.micro_batches, c.virtual)
+        stops = self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
         stages = list(pairwise(borders))
         last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
         memory = self.peak(borders) if memory_bytes is None else memory_bytes
@@ -76,9 +78,9 @@ class Pricer:
         part = np.diff(self.work[:, list(borders)], axis=1)
         part[_FORWARD] += over.action_s + over.micro_batch_s
         part[_BACKWARD : _INPUT + 1] += over.action_s
-        return Pipeline(*part.tolist(), *self._messages(borders))
+        return Pipeline(*map(tuple, part.tolist()), *self._messages(borders))
 
-    def _messages(self, borders: Sequence[int]) -> tuple[list[float], list[float]]:
+    def _messages(self, borders: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds of the messages at every border; none within a position."""
         c = self.candidate
         ahead, back = self.tables.sends(c.option, self.rows)
@@ -88,7 +90,7 @@ class Pricer:
             if here != there:
                 curve = self.tables.curve("send", here, there - here, 2)
                 send[s], ret[s + 1] = curve.seconds(ahead[border]), curve.seconds(back[border])
-        return send, ret
+        return tuple(send), tuple(ret)
 
     def outside(self, borders: Sequence[int]) -> float:
         """What comes before the pipeline and after it: ZeRO 1 and 2 gather the parameters; the

@@ -28,16 +28,17 @@ class Memory:
         self.grads, self.kept = _sums(params.trained), _sums(blocks.kept)
         self.working, self.sent = blocks.working.tolist(), ahead.tolist()
 
+        self.flight = [in_flight(c, k) for k in range(c.pp)]
+
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
         """Most bytes on a device of a position that holds these stages."""
-        c, count = self.candidate, len(stages)
         base, grads, kept, working = self.fixed, 0.0, 0.0, 0.0
         for a, b in stages:
             base += self.params[b] - self.params[a]
             grads += self.grads[b] - self.grads[a]
             kept += self.kept[b] - self.kept[a] + self.sent[b]
             working = max(working, max(self.working[a:b]))
-        flight = in_flight(c, position)
+        c, count, flight = self.candidate, len(stages), self.flight[position]
         running = flight / count * kept
         if flight >= c.micro_batches * count:  # gradients come when the first of them is gone
             running = max(running, (flight - 1) / count * kept + grads)

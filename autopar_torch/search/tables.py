@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from ..model import ModelGraph, TensorInfo
 from ..plan import Precision, Sharding
 from ..profile import SPLIT, Curve, Lookup, Piece, sharding_key
 from ..shard.layout import parse_forms, parts_of
+from ..simulate.formula import Pipeline, ends
+from .borders import smallest_bottleneck
 from .space import Option
 
 Array = NDArray[np.float64]
@@ -54,6 +57,9 @@ class Tables:
         self._params: dict[int, Params] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
+        self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
+        self._hops: dict[tuple[int, int], list[tuple[Curve, int]]] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         self.programs = [self._programs(option) for option in options]
 
     @property
@@ -67,6 +73,27 @@ class Tables:
             ranks = range(start, start + step * count, step)
             self._curves[key] = self.profile.curve(op, ranks)
         return self._curves[key]
+
+    def hops(self, tp: int, pp: int) -> list[tuple[Curve, int]]:
+        """The distinct curves between neighbours of a pipeline, and how many of each."""
+        if (tp, pp) not in self._hops:
+            curves = (self.curve("send", s * tp, tp, 2) for s in range(pp - 1))
+            self._hops[tp, pp] = list(Counter(curves).items())
+        return self._hops[tp, pp]
+
+    def free_cut(self, key: tuple[object, ...], seconds: Array,
+                 num_stages: int) -> tuple[int, ...] | None:  # fmt: skip
+        """The best-balanced cut if memory is no concern, found once for equal work."""
+        if key not in self._cuts:
+            self._cuts[key] = smallest_bottleneck(seconds, num_stages, lambda *_: True)
+        return self._cuts[key]
+
+    def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
+        """The closed formula, once for equal pipelines."""
+        key = (name, pipe, count, virtual)
+        if key not in self._ends:
+            self._ends[key] = ends(*key)
+        return self._ends[key]
 
     def _programs(self, option: Option) -> tuple[list[tuple[str, str]], NDArray[np.int64]]:
         """The distinct (kind, sharding) of an option, and which one each block runs."""
