@@ -68,7 +68,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
             where="constraints", fix="leave tp, pp, dp or num_micro_batches open",
         )  # fmt: skip
     capacity = limits.memory_bytes or min(d.memory_bytes for d in cluster.devices)
-    hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept)
+    hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
         raise _nothing_fits(hunt, capacity)
@@ -102,10 +102,10 @@ class _Hunt:
     """The state of one search."""
 
     def __init__(self, tables: Tables, found: list[Candidate], num_rows: int, capacity: float,
-                 kept: int) -> None:  # fmt: skip
+                 kept: int, exhaustive: bool) -> None:  # fmt: skip
         self.tables, self.found, self.num_rows = tables, found, num_rows
         self.capacity, self.kept = capacity, kept
-        self.bounds = bounds(found, tables, num_rows)
+        self.bounds = bounds(found, tables, num_rows, np.inf if exhaustive else capacity)
         self.best: list[Found] = []
         self.nearest: Found | None = None  # the one that fails to fit by least
         self.discarded: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class _Hunt:
 
     def run(self, exhaustive: bool, deadline: float | None) -> None:
         """Candidates come back to the queue with the bound of their cuts before they are priced."""
-        too_large = self.bounds.memory_bytes > self.capacity
+        too_large = (self.bounds.memory_bytes > self.capacity) | ~self.bounds.holds
         if not exhaustive:
             self.discarded["memory bound"] += int(too_large.sum())
         queue: list[tuple[float, int]] = [(float(s), i) for i, s in enumerate(self.bounds.seconds)

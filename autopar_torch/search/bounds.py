@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from .space import SCHEDULES, Candidate
 from .tables import Array, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
+ROUNDING = 1 + 1e-9  # a bound and a price may round differently
 Ints = NDArray[np.int64]
 
 
@@ -23,13 +25,17 @@ class Bounds(NamedTuple):
 
     seconds: Array
     memory_bytes: Array
+    holds: NDArray[np.bool_]  # whether the capacity may hold it, block by block
 
 
 class _Space:
     """The candidates as columns, and what every program of theirs costs (candidate x program)."""
 
+    COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
+               "split", "counts", "costs")  # fmt: skip
+
     def __init__(self, found: Sequence[Candidate], tables: Tables, num_rows: int) -> None:
-        self.found, self.tables, self.num_rows = found, tables, num_rows
+        self.found, self.tables = found, tables
         columns = list(zip(*found, strict=True))
         self.option, self.pp, self.dp, self.count = (np.array(col) for col in columns[:4])
         self.virtual, self.zero, self.recompute = (np.array(col) for col in columns[5:8])
@@ -40,6 +46,14 @@ class _Space:
         self.programs = max(len(keys) for keys, _ in tables.programs)
         self.counts = self._per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
         self.costs = self._costs()
+
+    def take(self, chosen: Ints) -> _Space:
+        """Only these candidates."""
+        space = copy.copy(self)
+        space.found = [self.found[i] for i in chosen.tolist()]
+        for name in self.COLUMNS:
+            setattr(space, name, getattr(self, name)[chosen])
+        return space
 
     def _per_option(self, values: object) -> Array:
         """A row of numbers per option, padded to the most programs."""
@@ -92,10 +106,18 @@ class _Space:
         return self.tables.curve(op, 0, stride, int(self.dp[i]))
 
 
-def bounds(candidates: Sequence[Candidate], tables: Tables, num_rows: int) -> Bounds:
-    """Both bounds of every candidate; the proofs are with `_pipeline` and `_memory`."""
+def bounds(candidates: Sequence[Candidate], tables: Tables, num_rows: int,
+           capacity: float = np.inf) -> Bounds:  # fmt: skip
+    """Both bounds of every candidate; the proofs are with `_pipeline` and `_memory`. Candidates
+    that cannot fit are not looked at any further."""
     space = _Space(candidates, tables, num_rows)
-    return Bounds(_pipeline(space) + _outside(space), _memory(space))
+    memory, holds = _memory(space, capacity)
+    seconds = np.full(len(candidates), np.inf)
+    possible = np.flatnonzero((memory <= capacity) & holds)
+    if len(possible):
+        rest = space.take(possible)
+        seconds[possible] = _pipeline(rest) + _outside(rest)
+    return Bounds(seconds, memory, holds)
 
 
 def _pipeline(space: _Space) -> Array:
@@ -159,14 +181,15 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
     """(K, c_0) of every candidate: see `_pipeline`."""
     p, m, split = space.pp, space.count, space.split
     gpipe = space.schedule == SCHEDULES.index("gpipe")
-    weights = np.zeros(len(p))
-    first = np.zeros(len(p))
+    weights, first = np.zeros(len(p)), np.zeros(len(p))
     for k in range(int(p.max())):
-        ahead = np.where(gpipe, 1, np.minimum(m, np.maximum(p - k, 1)))
-        c = np.where(split, m - ahead * phi, m - 1 - (ahead - 1) * phi)
-        first = c if k == 0 else first
-        own = np.maximum(0.0, 1 - iota * weights) / np.maximum(c, 1e-9)
-        weights = weights + np.where(k < p, own, 0.0)
+        i = np.flatnonzero(p > k)
+        ahead = np.where(gpipe[i], 1, np.minimum(m[i], p[i] - k))
+        c = m[i] - np.where(split[i], ahead, ahead - 1) * phi[i] - ~split[i]
+        if k == 0:
+            first = c
+        own = np.maximum(0.0, 1 - iota[i] * weights[i]) / np.maximum(c, 1e-9)
+        weights[i] += own
     return 1 / weights, first
 
 
@@ -227,7 +250,8 @@ def _outside(space: _Space) -> Array:
     for row, i in enumerate(first):
         params = space.tables.params(int(space.option[i]))
         p, zero, dp = int(space.pp[i]), int(space.zero[i]), int(space.dp[i])
-        found[row] = over.step_s + after(space.tables, space.found[i], float(params.trained.sum()) / p)
+        closing = after(space.tables, space.found[i])
+        found[row] = over.step_s + closing(float(params.trained.sum()) / p)
         if zero in (1, 2) and dp > 1:
             leaf = float(params.leaf.sum()) / p
             found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.copy_s_per_byte
@@ -238,14 +262,15 @@ def _outside(space: _Space) -> Array:
     return found[which] + np.where(whole, bucket[which], 0.0)
 
 
-def _memory(space: _Space) -> Array:
-    """No cut needs less on every device.
+def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
+    """No cut needs less on every device; and whether all blocks find a place.
 
     Some position holds at least the average of what lasts and of the gradients. And of the blocks
     of the most common program, x_k of them on position k: it needs x_k r_k with r_k for what lasts,
     for the activations in flight there and for the gradients where they last too. As the x_k sum to
     the number n of such blocks, the largest x_k r_k is at least n / sum(1 / r_k); there, the
-    working memory of such a block comes on top.
+    working memory of such a block comes on top. Blocks are whole: position k has place for no more
+    than floor(room / r_k) of them, and together the positions need place for n.
     """
     tables, copies = space.tables, space.tables.precision == "bfloat16"
     first, which = space.by(space.option, space.dp, space.zero)
@@ -263,25 +288,25 @@ def _memory(space: _Space) -> Array:
     lines = np.arange(len(space.found))
     kept, working = space.costs[lines, chosen, KEPT], space.costs[lines, chosen, WORKING]
     count = space.counts[lines, chosen]
-    inverse = np.zeros(len(lines))
-    for k in range(int(space.pp.max())):
-        flight = _in_flight(space, k)
-        lasts = np.where(flight < space.count * space.virtual, grads, 0.0)
-        rate = own + flight / space.virtual * kept + lasts
-        inverse += np.where(k < space.pp, 1 / np.maximum(rate, 1e-9), 0.0)
+    inverse, places = np.zeros(len(lines)), np.zeros(len(lines))
     fixed = tables.profile.profile.overheads.fixed_bytes
-    return fixed + np.maximum(mean / space.pp, count / inverse + working)
+    room = np.maximum(0.0, capacity - fixed - working)
+    for k in range(int(space.pp.max())):
+        i = np.flatnonzero(space.pp > k)
+        flight = _in_flight(space, i, k)
+        lasts = np.where(flight < space.count[i] * space.virtual[i], grads[i], 0.0)
+        rate = own[i] + flight / space.virtual[i] * kept[i] + lasts
+        inverse[i] += 1 / np.maximum(rate, 1e-9)
+        places[i] += np.floor(room[i] / np.maximum(rate, 1e-9) * ROUNDING)
+    return fixed + np.maximum(mean / space.pp, count / inverse + working), places >= count
 
 
-def _in_flight(space: _Space, k: int) -> Array:
-    """`in_flight` of position k, of every candidate."""
-    p, m, v = space.pp, space.count, space.virtual
-    plain = np.minimum(m, np.maximum(p - k, 1))
-    ahead = 2 * np.maximum(p - k - 1, 0) + (v - 1) * p + 1
-    found = {"gpipe": m * v, "zero_bubble": np.minimum(m, p), "1f1b": plain,
-             "interleaved": np.minimum(m * v, ahead)}  # fmt: skip
-    return np.select([space.schedule == code for code in range(len(SCHEDULES))],
-                     [found[name].astype(float) for name in SCHEDULES])  # fmt: skip
+def _in_flight(space: _Space, i: Ints, k: int) -> Array:
+    """`in_flight` of position k, of some candidates."""
+    p, m, v, schedule = space.pp[i], space.count[i], space.virtual[i], space.schedule[i]
+    found = {"1f1b": np.minimum(m, p - k), "gpipe": m * v, "zero_bubble": np.minimum(m, p),
+             "interleaved": np.minimum(m * v, 2 * (p - k - 1) + (v - 1) * p + 1)}  # fmt: skip
+    return np.choose(schedule, [found[name] for name in SCHEDULES]).astype(float)
 
 
 __all__ = ["Bounds", "bounds"]

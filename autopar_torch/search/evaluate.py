@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..profile import Curve
 from ..shard.reduction import BUCKET_BYTES
@@ -32,6 +33,14 @@ class Found(NamedTuple):
         return (self.step_s, self.memory_bytes, self.candidate, self.borders)
 
 
+class Parts(NamedTuple):
+    """Of several cuts of a candidate."""
+
+    work: Array  # forward, backward, input, weight; cut; stage
+    send: Array  # cut; border between two stages
+    back: Array
+
+
 class Pricer:
     """Everything about one candidate that does not depend on its borders, and then the rest."""
 
@@ -55,6 +64,7 @@ class Pricer:
                          (c.dp, c.pp) if c.zero == 3 else None)  # fmt: skip
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16")  # fmt: skip
+        self.closing = after(tables, c)
         self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 
     def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
@@ -64,7 +74,8 @@ class Pricer:
         stages = list(pairwise(borders))
         last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
         memory = self.peak(borders) if memory_bytes is None else memory_bytes
-        return Found(float(self.outside(borders) + last), memory, c, borders)
+        outside = self.outside(np.array([borders]))[0]
+        return Found(float(outside + last), memory, c, borders)
 
     def peak(self, borders: Sequence[int]) -> float:
         stages = list(pairwise(borders))
@@ -74,34 +85,36 @@ class Pricer:
     # --- time -----------------------------------------------------------------------------------
 
     def pipeline(self, borders: tuple[int, ...]) -> Pipeline:
-        over = self.over
-        part = np.diff(self.work[:, list(borders)], axis=1)
-        part[_FORWARD] += over.action_s + over.micro_batch_s
-        part[_BACKWARD : _INPUT + 1] += over.action_s
-        return Pipeline(*map(tuple, part.tolist()), *self._messages(borders))
+        parts = self.parts(np.array([borders]))
+        ahead, back = (0.0,) * (1 - len(parts.send[0])), (0.0,) * (1 - len(parts.back[0]))
+        columns = (tuple(column[0].tolist()) for column in parts.work)
+        return Pipeline(*columns, (*parts.send[0].tolist(), 0.0, *ahead),
+                        (0.0, *parts.back[0].tolist(), *back))  # fmt: skip
 
-    def _messages(self, borders: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of the messages at every border; none within a position."""
-        c = self.candidate
-        ahead, back = self.tables.sends(c.option, self.rows)
-        send, ret = [0.0] * c.stages(), [0.0] * c.stages()
-        for s, border in enumerate(borders[1:-1]):
+    def parts(self, borders: NDArray[np.int64]) -> Parts:
+        """Seconds of every stage, and of the messages between stages, for some cuts (rows)."""
+        c, over = self.candidate, self.over
+        work = np.diff(self.work[:, borders], axis=2)
+        work[_FORWARD] += over.action_s + over.micro_batch_s
+        work[_BACKWARD : _INPUT + 1] += over.action_s
+        send, back = np.zeros((2, len(borders), c.stages() - 1))
+        for s in range(c.stages() - 1 if c.pp > 1 else 0):
             here, there = s % c.pp * self.tp, (s + 1) % c.pp * self.tp
-            if here != there:
-                curve = self.tables.curve("send", here, there - here, 2)
-                send[s], ret[s + 1] = curve.seconds(ahead[border]), curve.seconds(back[border])
-        return tuple(send), tuple(ret)
+            hop = self.tables.message(c.option, self.rows, here, there)
+            send[:, s], back[:, s] = hop[:, borders[:, s + 1]]
+        return Parts(work, send, back)
 
-    def outside(self, borders: Sequence[int]) -> float:
-        """What comes before the pipeline and after it: ZeRO 1 and 2 gather the parameters; the
-        loss is summed over everyone, then the optimizer runs."""
+    def outside(self, borders: NDArray[np.int64]) -> list[float]:
+        """Per cut: what comes before the pipeline and after it. ZeRO 1 and 2 gather the parameters;
+        the loss is summed over everyone, then the optimizer runs."""
         c, over = self.candidate, self.over
         trained, leaf = (_largest(total, borders, c.pp) for total in (self.trained, self.leaf))
-        seconds = over.step_s
+        seconds = [over.step_s + self.closing(size) for size in trained]
         if c.zero in (1, 2):
             curve = self.tables.curve("gather", 0, c.pp * self.tp, c.dp)
-            seconds += curve.seconds(leaf) + leaf * over.copy_s_per_byte
-        return seconds + after(self.tables, c, trained)
+            seconds = [s + curve.seconds(size) + size * over.copy_s_per_byte
+                       for s, size in zip(seconds, leaf, strict=True)]  # fmt: skip
+        return seconds
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
         """When the sums of a position are there: buckets leave as its last backward fills them."""
@@ -146,23 +159,23 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
                            working=blocks.working + 2 * leaf)  # fmt: skip
 
 
-def after(tables: Tables, c: Candidate, trained: float) -> float:
-    """The loss is summed over everyone, then the optimizer runs on so many bytes."""
+def after(tables: Tables, c: Candidate) -> Callable[[float], float]:
+    """The loss is summed over everyone, then the optimizer runs: seconds by bytes of a device."""
     over, world = tables.profile.profile.overheads, tables.options[c.option].degree * c.pp * c.dp
     seconds = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
-    tensors = float(tables.params(c.option).number.sum()) / c.pp
-    owned = trained / (c.dp if c.zero else 1)
-    return seconds + owned * over.update_s_per_byte + tensors * over.update_s_per_tensor
+    seconds += tables.num_trained(c.option) / c.pp * over.update_s_per_tensor
+    byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
+    return lambda trained: seconds + trained * byte_s
 
 
 def bucket_seconds(curve: Curve, size: float, tables: Tables) -> float:
     return curve.seconds(size) + size * tables.profile.profile.overheads.copy_s_per_byte
 
 
-def _largest(total: Array, borders: Sequence[int], pp: int) -> float:
-    """Most of something that one position has."""
-    parts = np.diff(total[list(borders)])
-    return float(parts.reshape(-1, pp).sum(axis=0).max())
+def _largest(total: Array, borders: NDArray[np.int64], pp: int) -> list[float]:
+    """Per cut: most of something that one position has."""
+    parts = np.diff(total[borders], axis=1)
+    return parts.reshape(len(borders), -1, pp).sum(axis=1).max(axis=1).tolist()
 
 
 def _sums(values: Array) -> Array:

@@ -58,6 +58,8 @@ class Tables:
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
         self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
+        self._messages: dict[tuple[int, int, Curve], Array] = {}
+        self._num_trained: dict[int, float] = {}
         self._hops: dict[tuple[int, int], list[tuple[Curve, int]]] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         self.programs = [self._programs(option) for option in options]
@@ -73,6 +75,22 @@ class Tables:
             ranks = range(start, start + step * count, step)
             self._curves[key] = self.profile.curve(op, ranks)
         return self._curves[key]
+
+    def message(self, option: int, rows: int, here: int, there: int) -> Array:
+        """Per border: seconds of its message from one rank to another, and of the answer."""
+        curve = self.curve("send", here, there - here, 2)
+        key = (option, rows, curve)
+        if key not in self._messages:
+            sizes = np.array(self.sends(option, rows))
+            known = {size: curve.seconds(size) for size in set(sizes.ravel().tolist())}
+            seconds = [known[size] for size in sizes.ravel().tolist()]
+            self._messages[key] = np.array(seconds).reshape(sizes.shape)
+        return self._messages[key]
+
+    def num_trained(self, option: int) -> float:
+        if option not in self._num_trained:
+            self._num_trained[option] = float(self.params(option).number.sum())
+        return self._num_trained[option]
 
     def hops(self, tp: int, pp: int) -> list[tuple[Curve, int]]:
         """The distinct curves between neighbours of a pipeline, and how many of each."""
