@@ -6,7 +6,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from msgspec import Struct
@@ -15,15 +15,17 @@ from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
-from .borders import cuts, is_small
+from .borders import cuts, even, is_small
 from .bounds import bounds
 from .evaluate import Found, Pricer
 from .floors import floors
+from .misses import nothing_fits
 from .space import Candidate, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
 
 KEPT = 8  # runners-up
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
+NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.02  # predicted bytes are off by so much at most where a plan must fit
 
 
@@ -71,7 +73,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
-        raise _nothing_fits(hunt, capacity)
+        raise nothing_fits(tables, hunt.near(), num_rows, capacity, limits)
     choices = tuple(Choice(as_plan(f.candidate, f.borders, options, limits.precision),
                            f.step_s, f.memory_bytes)
                     for f in hunt.best)  # fmt: skip
@@ -172,19 +174,15 @@ class _Hunt:
         if best is not None:
             self.best = sorted([*self.best, best], key=lambda f: f.order)[: self.kept]
 
+    def near(self) -> Found:
+        """The one that fails to fit by least; where bounds killed all, among the least bounds."""
+        order = np.argsort(self.bounds.memory_bytes, kind="stable")
+        for i in order[:NEAR] if self.nearest is None else ():
+            pricer = Pricer(self.tables, self.found[i], self.num_rows)
+            cut = even(pricer.seconds, self.found[i].stages())
+            self._miss(Found(float("inf"), pricer.peak(cut), self.found[i], cut))
+        return cast(Found, self.nearest)
+
     def _miss(self, found: Found) -> None:
         if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
             self.nearest = found
-
-
-def _nothing_fits(hunt: _Hunt, capacity: float) -> SearchError:
-    least = float(hunt.bounds.memory_bytes.min())
-    near = hunt.nearest
-    shown = f"every plan needs at least {least / 2**30:.2f} GiB"
-    if near:
-        shown = f"the nearest miss needs {near.memory_bytes / 2**30:.2f} GiB ({near.candidate})"
-    return SearchError(
-        f"no plan fits into {capacity / 2**30:.2f} GiB per device: {shown}",
-        where="memory per device",
-        fix="a smaller global batch; more devices; or bfloat16 (precision='bfloat16')",
-    )

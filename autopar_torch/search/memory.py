@@ -25,10 +25,30 @@ class Memory:
                  fixed_bytes: float, copies: bool) -> None:  # fmt: skip
         self.candidate, self.fixed = c, fixed_bytes
         self.params = _sums(lasting(c, params, copies))
+        owned = params.trained / c.dp if c.zero else params.trained
+        self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
+                        "optimizer": STATES * owned}  # fmt: skip
         self.grads, self.kept = _sums(params.trained), _sums(blocks.kept)
         self.working, self.sent = blocks.working.tolist(), ahead.tolist()
 
         self.flight = [in_flight(c, k) for k in range(c.pp)]
+
+    def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """What the bytes of `peak` are made of."""
+        span = [slice(a, b) for a, b in stages]
+        found = {"fixed": self.fixed}
+        for name, column in self.lasting.items():
+            found[name] = float(sum(column[s].sum() for s in span))
+        grads = sum(self.grads[b] - self.grads[a] for a, b in stages)
+        found |= {"gradients": grads, "working": max(max(self.working[s]) for s in span)}
+        rest = self.peak(position, stages) - sum(found.values())
+        if rest < 0:
+            found["working"] = max(0.0, found["working"] + rest)
+            rest = self.peak(position, stages) - sum(found.values())
+        packed = 0.0 if self.candidate.dp == 1 else BUCKET_BYTES + grads * bool(self.candidate.zero)
+        kept = sum(self.kept[b] - self.kept[a] for a, b in stages)
+        flight = self.flight[position] / len(stages) * kept
+        return found | {"activations" if flight >= packed else "messages": max(0.0, rest)}
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
         """Most bytes on a device of a position that holds these stages."""
