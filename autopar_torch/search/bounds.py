@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,7 @@ class _Space:
 
     def by(self, *columns: Array | Ints) -> tuple[Ints, Ints]:
         """(one candidate of each combination of these columns, the combination of each)."""
-        code = np.zeros(len(self.found), dtype=np.int64)
+        code: Any = np.zeros(len(self.found), dtype=np.int64)
         for column in columns:
             code = code * (int(column.max()) + 1) + column
         _, first, which = np.unique(code, return_index=True, return_inverse=True)

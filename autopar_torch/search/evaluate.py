@@ -74,8 +74,7 @@ class Pricer:
         stages = list(pairwise(borders))
         last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
         memory = self.peak(borders) if memory_bytes is None else memory_bytes
-        outside = self.outside(np.array([borders]))[0]
-        return Found(float(outside + last), memory, c, borders)
+        return Found(float(self.outside_of(borders) + last), memory, c, borders)
 
     def peak(self, borders: Sequence[int]) -> float:
         stages = list(pairwise(borders))
@@ -115,6 +114,9 @@ class Pricer:
             seconds = [s + curve.seconds(size) + size * over.copy_s_per_byte
                        for s, size in zip(seconds, leaf, strict=True)]  # fmt: skip
         return seconds
+
+    def outside_of(self, borders: tuple[int, ...]) -> float:
+        return self.outside(np.array([borders]))[0]
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
         """When the sums of a position are there: buckets leave as its last backward fills them."""
