@@ -13,6 +13,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["autopar_torch", "autopar_torch.*"]),
     package_data={"autopar_torch": ["py.typed"]},
+    entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
     install_requires=["torch>=2.13.0", "numpy", "msgspec", "rich", "nvidia-ml-py"],
     extras_require={
         "test": [

@@ -21,6 +21,7 @@ from .run.model import ParallelModel
 from .search.best import Outcome
 from .search.explain import summary
 from .search.space import Constraints
+from .search.why import Case
 from .simulate import simulate as simulated
 from .timeline import Timeline
 from .trace import Traced, trace
@@ -59,6 +60,7 @@ def parallelize(
     device = world.device()
     place = world.World(rank, size)
     limits = _limits(constraints)
+    plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place)
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
@@ -96,11 +98,30 @@ def plan(
     of one), or holds what was measured on them (from `measure`, or its file). `global_batch_size`
     is the number of rows of a step, by default those of `example_inputs`.
     """
+    asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
+                 precision=precision, constraints=constraints, loss_fn=loss_fn)  # fmt: skip
+    known = choose.Known(tuple(asked.options), asked.profile)
+    return choose.best(asked.graph, known, asked.num_rows, asked.limits)
+
+
+def case(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    cluster: offline.Where,
+    *,
+    global_batch_size: int | None = None,
+    precision: Precision = "float32",
+    constraints: Constraints | Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Case:
+    """What `plan` searches, so that it can be asked why, and what if."""
     limits = msgspec.structs.replace(_limits(constraints), precision=precision)
     traced, call = _traced(model, example_inputs, loss_fn, precision)
+    if _couples(traced) - {"batch_norm"}:
+        limits = msgspec.structs.replace(limits, dp=1)
     num_rows = global_batch_size or call.num_rows
-    return choose.best(traced, offline.known_of(traced, num_rows, cluster, limits), num_rows,
-                       limits)  # fmt: skip
+    known = offline.known_of(traced, num_rows, cluster, limits)
+    return Case(traced.graph, known.options, known.profile, num_rows, limits)
 
 
 def simulate(

@@ -18,6 +18,7 @@ from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
 from ..measure.links import Lines
+from ..model import ModelGraph
 from ..profile import CellNeed, CurveNeed, Lookup, Profile
 from ..search.best import Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
@@ -52,22 +53,22 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     found = None
     if world.rank == 0:
         try:
-            found = best(traced, known, call.num_rows, limits)
+            found = best(traced.graph, known, call.num_rows, limits)
         except AutoparError as failed:
             error = failed
     world.together(error)
     return files.decode(world.agree(files.encode(found)), Outcome)
 
 
-def best(traced: Traced, known: Known, num_rows: int, limits: Constraints) -> Outcome:
+def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) -> Outcome:
     """Search by the formula; the engine, which shares cores and links, orders the best of them.
 
     Where nothing was measured and nobody shares, the engine would only repeat the formula.
     """
-    result = search(traced.graph, known.options, lookup(known.profile), num_rows, limits)
+    result = search(graph, known.options, lookup(known.profile), num_rows, limits)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
-        choices = [_simulated(choice, traced, known.profile, num_rows) for choice in choices]
+        choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
         choices.sort(key=lambda c: c.step_s)
     first, *others = choices
     reason = f"fastest of {result.considered} candidates"
@@ -75,8 +76,8 @@ def best(traced: Traced, known: Known, num_rows: int, limits: Constraints) -> Ou
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))
 
 
-def _simulated(choice: Choice, traced: Traced, profile: Profile, num_rows: int) -> Choice:
-    timeline = simulate(choice.plan, traced.graph, profile, num_rows)
+def _simulated(choice: Choice, graph: ModelGraph, profile: Profile, num_rows: int) -> Choice:
+    timeline = simulate(choice.plan, graph, profile, num_rows)
     peak = max(memory.peak_bytes for memory in timeline.memory)
     return Choice(choice.plan, timeline.step_s, peak)
 

@@ -85,10 +85,9 @@ class Pricer:
 
     def pipeline(self, borders: tuple[int, ...]) -> Pipeline:
         parts = self.parts(np.array([borders]))
-        ahead, back = (0.0,) * (1 - len(parts.send[0])), (0.0,) * (1 - len(parts.back[0]))
-        columns = (tuple(column[0].tolist()) for column in parts.work)
-        return Pipeline(*columns, (*parts.send[0].tolist(), 0.0, *ahead),
-                        (0.0, *parts.back[0].tolist(), *back))  # fmt: skip
+        forward, backward, early, late = (tuple(column[0].tolist()) for column in parts.work)
+        send, back = tuple(parts.send[0].tolist()), tuple(parts.back[0].tolist())
+        return Pipeline(forward, backward, early, late, (*send, 0.0), (0.0, *back))
 
     def parts(self, borders: NDArray[np.int64]) -> Parts:
         """Seconds of every stage, and of the messages between stages, for some cuts (rows)."""

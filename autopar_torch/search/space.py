@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
         return self.pp * self.virtual
 
 
-# A plan of ZeRO 2 keeps whole gradients until its sums, as one of ZeRO 1: it is used where asked for.
+# ZeRO 2 keeps whole gradients until they are summed, as ZeRO 1 does: it is used where asked for.
 ZEROS = [0, 1, 3]
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 
