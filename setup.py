@@ -11,8 +11,12 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    packages=find_packages(include=["autopar_torch", "autopar_torch.*"]),
-    package_data={"autopar_torch": ["py.typed"]},
+    packages=[
+        *find_packages(include=["autopar_torch", "autopar_torch.*"]),
+        "autopar_torch.hardware",  # data only: cluster.known reads it from either place
+    ],
+    package_dir={"autopar_torch.hardware": "profiling/hardware"},
+    package_data={"autopar_torch": ["py.typed"], "autopar_torch.hardware": ["*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
     install_requires=["torch>=2.13.0", "numpy", "msgspec", "rich", "nvidia-ml-py"],
     extras_require={

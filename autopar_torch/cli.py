@@ -106,7 +106,8 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         return _show(json.loads(files.encode(found)))
     print("      step     memory per device")
-    for choice in (found, *found.others)[: options.top]:
+    print(line(found, found.step_s))
+    for choice in found.others[: options.top - 1]:
         print(line(choice, found.step_s))
     print(f"search: {found.result.how_exact}, in {found.result.seconds * 1e3:.0f} ms")
     return 0
@@ -152,7 +153,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """torchrun, with as many processes as the plan has devices; `parallelize` reads AUTOPAR_PLAN."""
+    """torchrun, a process per device of the plan; `parallelize` reads AUTOPAR_PLAN."""
     from .plan import load_plan
 
     count = len(load_plan(options.plan).devices)

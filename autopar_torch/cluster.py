@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
+
+from . import files
+from .errors import PlanError
 
 
 class Link(Struct, frozen=True):
@@ -36,10 +41,16 @@ class Device(Struct, frozen=True):
     memory_efficiency: float = 1.0
     launch_s: float = 0.0  # least time of an operator
     fixed_bytes: int = 0  # taken before the first tensor
+    peaks: tuple[tuple[str, float], ...] = ()  # (precision, FLOP/s) where one has its own
 
-    def matmul_seconds(self, flops: float) -> float:
-        """Time of one matrix product; efficiency lies on lines over the logarithm of its size."""
-        return self.launch_s + flops / (self.flops_per_s * self._efficiency(flops))
+    def matmul_seconds(self, flops: float, precision: str = "") -> float:
+        """Time of one matrix product; efficiency lies on lines over the logarithm of its size.
+
+        A faster format gets through sooner, so it fills the device as a smaller product would.
+        """
+        peak = dict(self.peaks).get(precision, self.flops_per_s)
+        size = flops * self.flops_per_s / peak
+        return self.launch_s + flops / (peak * self._efficiency(size))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of an operator that only moves bytes."""
@@ -101,6 +112,60 @@ class Cluster(Struct, frozen=True, dict=True):
         counts = Counter(self.node_of[r] for r in ranks)
         cores = len({self.core(r) for r in ranks})
         return "+".join(map(str, sorted(counts.values()))) + f" on {cores}"
+
+
+class Hardware(Struct, frozen=True):
+    """A datasheet: one device, how many share a node, what joins them, and where that is from.
+
+    Links are per device and direction, as the datasheet has them; `inside_reached` and
+    `across_reached` are the parts of them that collectives get.
+    """
+
+    device: Device
+    per_node: int
+    inside: Link
+    across: Link
+    inside_reached: float = 1.0
+    across_reached: float = 1.0
+    overlap: dict[str, float] = {}  # part of a kind of exchange that hides behind computing
+    aliases: tuple[str, ...] = ()
+    sources: dict[str, str] = {}  # number -> the datasheet it is from
+    calibrated: dict[str, str] = {}  # number -> what it was fitted on
+
+    def cluster(self, num_nodes: int = 1, per_node: int = 0) -> Cluster:
+        node = (self.device,) * (per_node or self.per_node)
+        return Cluster((node,) * num_nodes, _reached(self.inside, self.inside_reached),
+                       _reached(self.across, self.across_reached))  # fmt: skip
+
+
+def _reached(link: Link, part: float) -> Link:
+    return structs.replace(link, bytes_per_s=link.bytes_per_s * part)
+
+
+@cache
+def known() -> dict[str, Hardware]:
+    """Hardware by name: the files of `profiling/hardware`, which a wheel carries along."""
+    here = Path(__file__).resolve().parent
+    folders = (here / "hardware", here.parent / "profiling" / "hardware")
+    paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
+    return {path.stem: files.load(path, Hardware) for path in paths}
+
+
+def hardware(name: str) -> Hardware:
+    """A description by its name or an alias, whatever the case."""
+    for key, found in known().items():
+        if name.lower() in {text.lower() for text in (key, *found.aliases)}:
+            return found
+    raise PlanError(f"no hardware is called {name!r}", where="profiling/hardware",
+                    fix=f"known are: {', '.join(known()) or 'none'}")  # fmt: skip
+
+
+def named(text: str) -> Cluster:
+    """`8xH200`: one node of eight devices; `16x8xH100`: sixteen nodes."""
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d*[A-Za-z]\S*)", text.strip())
+    if not match or not int(match[2]) or not int(match[1] or 1):
+        raise PlanError(f"{text!r} names no cluster", fix="write 8xH200, or 16x8xH100 for 16 nodes")
+    return hardware(match[3]).cluster(int(match[1] or 1), int(match[2]))
 
 
 CPU_CORE = Device("CPU core", 4e10, 5e9, 4 * 2**30, "assumed")

@@ -16,6 +16,7 @@ from .errors import ProfileError
 from .plan import Sharding
 
 SPLIT = "/split"  # cells whose backward is cut into input and weight parts
+AGAIN = "/again"  # cells whose backward computes forward again
 
 
 class Piece(Struct, frozen=True):
@@ -107,6 +108,20 @@ class Overheads(Struct, frozen=True):
     fixed_bytes: float = 0.0
 
 
+class Jitter(Struct, frozen=True):
+    """How computing time varies on this machine: factors around the median, as quantiles.
+
+    Whoever waits for several ranks waits for the slowest, so a step takes longer than medians say.
+    """
+
+    rank: tuple[float, ...] = (1.0,)  # of one rank in one step
+    block: tuple[float, ...] = (1.0,)  # of one block beside the rest of its step
+
+    @property
+    def quiet(self) -> bool:
+        return len(self.rank) == 1 and len(self.block) == 1
+
+
 class Profile(Struct, frozen=True):
     """Cells of one model, curves of one cluster, and what else a step costs."""
 
@@ -114,6 +129,7 @@ class Profile(Struct, frozen=True):
     cells: tuple[Cell, ...]
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
+    jitter: Jitter = Jitter()
     fingerprint: str = ""
     spread: float = 0.0  # median relative spread of what was measured
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
@@ -130,10 +146,11 @@ class CellNeed(Struct, frozen=True, dict=True):
     sharding: Sharding | None
     rows: int
     split: bool = False  # backward cut into input and weight parts
+    again: bool = False  # forward computed again in backward
 
     @cached_property
     def key(self) -> str:
-        return sharding_key(self.sharding) + (SPLIT if self.split else "")
+        return cell_key(self.sharding, self.split, self.again)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.key, self.rows))
@@ -183,6 +200,11 @@ def sharding_key(sharding: Sharding | None) -> str:
     text = repr((sharding.mesh, sorted(sharding.ops.items()), sorted(sharding.forms.items())))
     mesh = "x".join(map(str, sharding.mesh))
     return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def cell_key(sharding: Sharding | None, split: bool, again: bool) -> str:
+    """Names the program of a cell and how its backward runs."""
+    return sharding_key(sharding) + (SPLIT if split else "") + (AGAIN if again else "")
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

@@ -438,3 +438,19 @@ def num_in_flight(schedule: Schedule, position: int) -> int:
         now += (action.op is Op.F) - (action.op in (Op.B, Op.W))
         peak = max(peak, now)
     return peak
+
+
+def acknowledged(schedule: Schedule) -> dict[Action, list[Action]]:
+    """Receive -> the sends of its position that have arrived when it has: the other side took them
+    before it sent."""
+    taken: dict[Action, list[Action]] = {}
+    for lane in schedule.actions:
+        open_: defaultdict[int, list[Action]] = defaultdict(list)  # peer -> its sends, taken here
+        for action in lane:
+            if action.op in (Op.RECV_F, Op.RECV_B):
+                sent = action.other_end()
+                open_[schedule.position_of[sent.stage]].append(sent)
+            elif action.op in (Op.SEND_F, Op.SEND_B):
+                receive = action.other_end()
+                taken[receive] = open_.pop(schedule.position_of[receive.stage], [])
+    return taken

@@ -11,6 +11,7 @@ and updates, never a plan.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -56,6 +57,7 @@ PLANS: dict[int, Plans] = {
 }  # fmt: skip
 NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
 MEAN, WORST, RANK = 0.96, 0.85, 0.95
+DRAWS = 15  # of the simulator, where times vary
 
 
 # --- on every rank --------------------------------------------------------------------------
@@ -101,15 +103,12 @@ class Side:
         tensors += [h.leaf for h in self.model.store.held.values()]
         tensors += [v for s in self.optimizer.state.values() for v in s.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        hook = self.optimizer.register_step_pre_hook(
-            lambda *_: count.look([p.grad for p in self.model.parameters()]))  # fmt: skip
         with TensorBytes() as count:
             marks = [count.mark()]
             for _ in range(3):
                 self.step()
                 marks.append(count.mark())
-        hook.remove()
-        tops = [count.peak(a, b) - count.at(a) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        tops = [count.peak(a, b) for a, b in itertools.pairwise(marks)]
         return sum(storages.values()) + round(statistics.median(tops))
 
 
@@ -154,7 +153,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     profile = measuring.profile()
     rows = []
     for name, side in sides.items():
-        timeline = simulate(side.model.plan, side.model.graph, profile, num_rows)
+        timeline = simulate(side.model.plan, side.model.graph, profile, num_rows, draws=DRAWS)
         peaks: list[Any] = [None] * world
         dist.all_gather_object(peaks, side.peak_bytes())
         halves = [statistics.median(side.seconds[i::2]) for i in (0, 1)]
@@ -185,18 +184,23 @@ def _first_key(sides: dict[str, Side]) -> str:
 # --- the cases ------------------------------------------------------------------------------
 
 
+def launch(command: list[str], world: int, bits_per_s: float) -> None:
+    """Start the ranks: on this machine, or on emulated nodes with links of that speed."""
+    if bits_per_s:
+        from emulate import run_in_lab
+
+        run_in_lab(command, world, bits_per_s)
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = ["torchrun", "--standalone", "--nproc-per-node", str(world), *command[1:]]
+    subprocess.run(started, env=environment, check=True, timeout=1500)
+
+
 def run_case(model: str, world: int, network: str, rounds: int, names: list[str],
              out: Path) -> list[dict[str, Any]]:  # fmt: skip
     command = [sys.executable, __file__, "--rank-main", model, "--rounds", str(rounds),
                "--out", str(out), *(f"--plan={name}" for name in names)]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if NETWORKS[network]:
-        from emulate import run_in_lab
-
-        run_in_lab(command, world, NETWORKS[network])
-    else:
-        launch = ["torchrun", "--standalone", "--nproc-per-node", str(world), *command[1:]]
-        subprocess.run(launch, env=environment, check=True, timeout=1500)
+    launch(command, world, NETWORKS[network])
     rows: list[dict[str, Any]] = json.loads(out.read_text())
     for row in rows:
         row |= {"model": model, "world": world, "network": network,
@@ -206,6 +210,7 @@ def run_case(model: str, world: int, network: str, rounds: int, names: list[str]
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
     """Spearman."""
+
     def places(values: list[float]) -> list[float]:
         order = sorted(range(len(values)), key=values.__getitem__)
         return [float(order.index(i)) for i in range(len(values))]
@@ -238,8 +243,8 @@ def figures(rows: list[dict[str, Any]]) -> tuple[str, bool]:
              for key, own in groups.items()}  # fmt: skip
     models = {row["model"] for row in rows}
     by_model = {m: statistics.mean(v for k, v in ranks.items() if k[0] == m) for m in models}
-    memory = [abs(p / m - 1) for row in rows
-              for p, m in zip(row["predicted_bytes"], row["measured_bytes"], strict=True)]  # fmt: skip
+    pairs = (zip(r["predicted_bytes"], r["measured_bytes"], strict=True) for r in rows)
+    memory = [abs(predicted / measured - 1) for ranks in pairs for predicted, measured in ranks]
     low, high = interval(accuracy)
     noise = statistics.mean(row["noise"] for row in rows)
     correlations = ", ".join(f"{m} {v:.3f}" for m, v in sorted(by_model.items()))

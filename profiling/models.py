@@ -15,14 +15,17 @@ from zoo import NanoGPT
 VOCAB, SEQ, ROWS = 512, 64, 8
 
 
-def gpt(width: int = 192, layers: int = 4, rows: int = ROWS) -> tuple[nn.Module, dict[str, Tensor]]:
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+
+def gpt(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
     torch.manual_seed(0)
     model = NanoGPT(VOCAB, width, 4, layers, SEQ)
     ids = torch.randint(VOCAB, (rows, SEQ + 1))
     return model, {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def llama(width: int = 192, layers: int = 4, rows: int = ROWS) -> tuple[nn.Module, dict[str, Tensor]]:
+def llama(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -34,7 +37,7 @@ def llama(width: int = 192, layers: int = 4, rows: int = ROWS) -> tuple[nn.Modul
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
-def vit(width: int = 192, layers: int = 4, rows: int = ROWS) -> tuple[nn.Module, dict[str, Tensor]]:
+def vit(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)

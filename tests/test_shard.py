@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -141,15 +142,22 @@ def test_the_gpt2_block_with_fused_qkv_is_split_the_same_way(gpt2: Traced) -> No
     assert found.forms["x0"] == "S1|S1"
 
 
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """The least of several runs, on this thread's clock."""
+    times = []
+    for _ in range(9):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
 def test_a_kind_on_one_axis_is_solved_in_under_20_ms(llama: Traced, gpt2: Traced) -> None:
+    """On a core that does 200,000 rounds of a plain loop in 10 ms; slower ones may take longer."""
+    loop = cpu_seconds(lambda: sum(i * i for i in range(200_000)))
     for traced in (llama, gpt2):
         program = traced.programs[traced.graph.blocks[1].kind]
-        times = []
-        for _ in range(9):
-            start = time.process_time()
-            tabulate(program, (8,), GPUS)
-            times.append(time.process_time() - start)
-        assert min(times) < 0.020, times
+        assert cpu_seconds(partial(tabulate, program, (8,), GPUS)) < 2 * loop
 
 
 def test_two_axes_cost_no_more_than_the_best_of_one_of_them(llama: Traced) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
 from ..profile import Cell, CellNeed, Piece
@@ -19,20 +20,13 @@ from ..shard.ops import WeightQueue
 from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
+from .samples import Sample, jitter, scales, seconds
 from .stats import median, spread
 
 PHASES = ("forward", "backward", "weight")
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
-
-
-class Sample(NamedTuple):
-    """One run: on the clock, on this thread's core, and exchanging."""
-
-    wall_s: float
-    core_s: float
-    comm_s: float
 
 
 def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
@@ -64,15 +58,20 @@ class Runner:
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    counted: Counted = Counted((0, 0, 0, 0), 0, 0, 0, False)
+    counted: Counted | None = None
 
     @property
     def leaves(self) -> list[Tensor]:
         return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
 
     def forward(self) -> None:
-        self.outputs, sample = sampled(lambda: self.module(*self.args))
+        self.outputs, sample = sampled(self._run)
         self.samples.setdefault("forward", []).append(sample)
+
+    def _run(self) -> tuple[Any, ...]:
+        if self.need.again:
+            return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
+        return self.module(*self.args)
 
     def backward(self) -> None:
         ends = [y for y in self.outputs if isinstance(y, Tensor) and y.requires_grad]
@@ -108,6 +107,7 @@ class Blocks:
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
                  context: dict[str, Any], device: torch.device) -> None:  # fmt: skip
         self.active = axes is not None
+        self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
@@ -137,55 +137,39 @@ class Blocks:
 
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
-            self.pieces[runner.need] = _bytes(runner.counted, count)
+            if runner.counted is not None:
+                self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
         for runner in self.runners:
             runner.samples.clear()
 
     def result(self, ranks_per_core: int) -> dict[CellNeed, Piece]:
+        scale = scales(self._columns, ranks_per_core, self.exchanges)
         found = {}
-        stretch = 1.0 if ranks_per_core > 1 else self._stretch()
         for need in {r.need for r in self.runners}:
             runs = [r.samples for r in self.runners if r.need == need]
-            phases = {name: _alone([s for r in runs for s in r.get(name, [])], ranks_per_core,
-                                   stretch) for name in PHASES}  # fmt: skip
-            forward, backward, weight = (phases[name] for name in PHASES)
-            whole = backward[0] + weight[0]
-            sizes = self.pieces.get(need, {})
-            found[need] = Piece(need.rows, forward[0], whole, backward[0] if need.split else 0.0,
-                                weight[0], forward[1], backward[1], **sizes)  # fmt: skip
+            forward, backward, weight = (
+                seconds([s for run in runs for s in run.get(name, [])], scale) for name in PHASES
+            )
+            found[need] = Piece(
+                need.rows, forward[0], backward[0] + weight[0], backward[0] if need.split else 0.0,
+                weight[0], forward[1], backward[1], **self.pieces.get(need, {}),
+            )  # fmt: skip
         return found
 
-    def _stretch(self) -> float:
-        """Seconds on the clock per second on the core, over whole rounds.
+    @property
+    def _columns(self) -> list[list[Sample]]:
+        return [samples for runner in self.runners for samples in runner.samples.values()]
 
-        A core that is shared or throttled stops for milliseconds, seldom within a short block: only
-        all blocks together show how much of it this rank has.
-        """
-        samples = [s for r in self.runners for own in r.samples.values() for s in own]
-        core = sum(s.core_s for s in samples)
-        return sum(s.wall_s - s.comm_s for s in samples) / core if core else 1.0
+    def jitter(self) -> tuple[list[float], list[float]]:
+        return jitter(self._columns)
 
     def spread(self) -> float:
         """The largest spread of a cell that matters: those of at least a millisecond."""
         found = [spread([s.wall_s for s in r.samples.get("forward", [])]) for r in self.first
                  if median([s.wall_s for s in r.samples["forward"]]) > 1e-3]  # fmt: skip
         return max(found, default=0.0)
-
-
-def _alone(samples: Sequence[Sample], ranks_per_core: int,
-           stretch: float) -> tuple[float, float]:  # fmt: skip
-    """(seconds of computing alone on a core, seconds of exchange)."""
-    if not samples:
-        return 0.0, 0.0
-    comm = median([s.comm_s for s in samples])
-    if torch.cuda.is_available():
-        return median([s.wall_s - s.comm_s for s in samples]), comm
-    core = median([s.core_s for s in samples])
-    if ranks_per_core > 1 and comm:
-        comm = max(0.0, median([s.wall_s for s in samples]) - ranks_per_core * core)
-    return core * stretch, comm
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
 
 
 @dataclass
@@ -41,22 +40,15 @@ def recorded(prof: torch.profiler.profile) -> list[Storage]:
     return [one for one in storages if one.end or alive.get(one.address) is one]
 
 
-def held_addresses(also: list[Tensor | None] | None = None) -> set[int]:
-    """Where the storages lie that some Python tensor holds."""
-    tensors = [t for t in (*gc.get_objects(), *(also or ())) if type(t) in (Tensor, nn.Parameter)]
-    return {t.untyped_storage().data_ptr() for t in tensors if t.device.type == "cpu"}
-
-
 @dataclass
 class TensorBytes:
     """Counts what is allocated inside the `with`; `mark` notes moments to ask about later.
 
-    Threads of Gloo release some storages unseen by the profiler: one that is never released and
-    that no tensor held at the last `look` is left out.
+    Threads of Gloo release some storages unseen by the profiler: one that is never released is left
+    out, so whatever is counted must be gone again at the end.
     """
 
     moments: list[int] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
     changes: list[tuple[int, int]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -66,9 +58,6 @@ class TensorBytes:
         self.prof.__enter__()
         return self
 
-    def look(self, also: list[Tensor | None] | None = None) -> None:
-        self.held |= held_addresses(also)
-
     def mark(self) -> int:
         self.moments.append(time.time_ns())
         return len(self.moments) - 1
@@ -76,9 +65,9 @@ class TensorBytes:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.prof.__exit__(kind, error, trace)
         if kind is None:
-            sure = [one for one in recorded(self.prof) if one.end or one.address in self.held]
-            self.changes = sorted([(one.begin, one.size) for one in sure]
-                                  + [(one.end, -one.size) for one in sure if one.end])  # fmt: skip
+            sure = [(one.begin, one.end, one.size) for one in recorded(self.prof) if one.end]
+            self.changes = sorted([(begin, size) for begin, _, size in sure]
+                                  + [(end, -size) for _, end, size in sure])  # fmt: skip
 
     def at(self, mark: int) -> int:
         """Bytes alive at a moment, of what was allocated since the beginning."""

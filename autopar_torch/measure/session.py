@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..profile import CellNeed, CurveNeed, Overheads, Piece, Profile
+from ..profile import CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile
 from ..trace import Traced
 from .blocks import Axes, Blocks, Context, as_cells
 from .bytes import TensorBytes
 from .links import Lines, Places
 from .overheads import Extras
+from .stats import quantiles
 
 WARM_UP = 2
 
@@ -69,8 +70,17 @@ class Session:
             found |= chain.result(self._ranks_per_core())
         pieces = {need: self._joined_piece(found.get(need), need.rows) for need in self.needs}
         overheads = Overheads(*self._mean(_values(self.extras.result()), True))
-        return Profile(self.cluster, as_cells(pieces), self.lines.result(), overheads, fingerprint,
-                       self._spread())  # fmt: skip
+        return Profile(self.cluster, as_cells(pieces), self.lines.result(), overheads,
+                       self._jitter(), fingerprint, self._spread())  # fmt: skip
+
+    def _jitter(self) -> Jitter:
+        """Of the ranks that compute alone: where they exchange, waiting is measured as such."""
+        found = [c.jitter() for c in self.chains if c.active and not c.exchanges]
+        rounds = quantiles([x for own, _ in found for x in own])
+        single = quantiles([x for _, own in found for x in own])
+        if self._ranks_per_core() > 1 or not found:
+            return Jitter()
+        return Jitter(tuple(self._mean(rounds, True)), tuple(self._mean(single, True)))
 
     def _ranks_per_core(self) -> int:
         cores = [self.cluster.core(rank) for rank in range(self.places.size)]

@@ -19,7 +19,7 @@ from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
 from ..measure.links import Lines
 from ..model import ModelGraph
-from ..profile import CellNeed, CurveNeed, Lookup, Profile
+from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key
 from ..search.best import Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
@@ -128,19 +128,19 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
     cells, curves = needs_of(plans, traced.graph, cluster, num_rows)
-    wanted: dict[tuple[int, bool], set[int]] = {}
+    wanted: dict[tuple[int, bool, bool], set[int]] = {}
     for c in found:
         split = c.schedule == "zero_bubble"
         count = max(1, num_rows // (c.dp * c.micro_batches))
-        wanted.setdefault((c.option, split), set()).add(count)
+        wanted.setdefault((c.option, split, c.recompute), set()).add(count)
     by_key = {(need.kind, need.key): need for need in cells}
     every: dict[CellNeed, None] = {}
-    for (index, split), rows in wanted.items():
-        programs = {(b.kind, CellNeed(b.kind, s, 1, split).key) for b, s in zip(
-            traced.graph.blocks, options[index].shardings, strict=True)}  # fmt: skip
-        for program in sorted(programs):
+    for (index, split, recompute), rows in wanted.items():
+        for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
+            again = recompute and not traced.graph.kinds[block.kind].mutates
+            need = by_key[block.kind, cell_key(sharding, split, again)]
             for count in _few(sorted(rows)):
-                every[msgspec.structs.replace(by_key[program], rows=count)] = None
+                every[msgspec.structs.replace(need, rows=count)] = None
     return list(every), curves
 
 
@@ -165,7 +165,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
 
     def prices(mesh: tuple[int, ...]) -> Prices:
         links = tuple(ways.link_of(seen, ranks) for ranks in ways.axis_ranks(mesh))
-        return Prices(base, links, 0.0, rows)
+        return Prices(base, links, 0.0, rows, hides=float(base is GPU))
 
     made = [ways.option(traced, mesh, prices(mesh)) for mesh in shapes] if world.rank == 0 else []
     return files.decode(world.agree(files.encode(made)), list[Option])
@@ -188,7 +188,7 @@ def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constrain
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 
-FORMAT = 1  # of what a profile means: changes with the measuring code
+FORMAT = 2  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path) -> Known | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plan import Replica
-from ..schedule import Action, Op, Schedule
+from ..schedule import Action, Op, Schedule, acknowledged
 from .params import Reducer
+from .record import SILENT, Recorder, Silent
 from .stage import StageRunner, Values
 
 Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
@@ -23,7 +24,7 @@ class Mail:
 
     def __init__(self, rank: int, replica: Replica, device: torch.device) -> None:
         self.rank, self.replica, self.device = rank, replica, device
-        self.sent: list[tuple[Any, Tensor]] = []
+        self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.posted: dict[Action, tuple[list[Any], Values]] = {}
         self.tagged = dist.is_initialized() and dist.get_backend() == "gloo"
 
@@ -43,7 +44,7 @@ class Mail:
             for k, value in enumerate(values.values()):
                 data = value.contiguous()
                 work = dist.isend(data, rank, tag=self._tag(other, action, k))
-                self.sent.append((work, data))
+                self.sent.setdefault(action, []).append((work, data))
 
     def post(self, action: Action, other: int, empty: Callable[[], Values]) -> None:
         """Have the values of a receive written as soon as they come."""
@@ -60,10 +61,14 @@ class Mail:
             cast(Any, work).wait()
         return values
 
+    def let_go(self, arrived: Iterable[Action]) -> None:
+        """Free what was sent, once it is known to have come."""
+        for action in arrived:
+            for work, _ in self.sent.pop(action, []):
+                work.wait()
+
     def finish(self) -> None:
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
+        self.let_go(list(self.sent))
 
     def _tag(self, receiver: int, action: Action, k: int) -> int:
         if not self.tagged:
@@ -76,8 +81,9 @@ class Executor:
     """One step of one rank's action list."""
 
     def __init__(self, stages: dict[int, StageRunner], replica: Replica, mail: Mail,
-                 reducer: Reducer | None) -> None:  # fmt: skip
+                 reducer: Reducer | None, recorder: Recorder | Silent) -> None:  # fmt: skip
         self.stages, self.replica, self.mail, self.reducer = stages, replica, mail, reducer
+        self.recorder = recorder
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
         self.results: dict[int, Values] = {}
 
@@ -86,12 +92,23 @@ class Executor:
         """Micro-batch -> outputs, on the ranks of the last stage."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
+        self.acknowledged = acknowledged(schedule)
         self.lasts = _last_backwards(actions)
         for index, action in enumerate(actions):
             self._look_ahead(actions, index)
-            self._do(action)
-        self.mail.finish()
+            if self.recorder is SILENT:
+                self._do(action)
+            else:
+                self._recorded(action)
+        with self.recorder.exchanging("sent"):
+            self.mail.finish()
         return self.results
+
+    def _recorded(self, action: Action) -> None:
+        receives = action.op in (Op.RECV_F, Op.RECV_B)
+        span = self.recorder.exchanging if receives else self.recorder.computing
+        with span(str(action)):
+            self._do(action)
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
         """Post the receives that follow before the computation that comes first."""
@@ -118,6 +135,7 @@ class Executor:
             case Op.RECV_F | Op.RECV_B:
                 self.context(stage, mb)  # while the message is on its way
                 self.values[stage, "F" if op is Op.RECV_F else "B", mb] = self.mail.take(action)
+                self.mail.let_go(self.acknowledged.get(action, ()))
             case Op.SEND_F:
                 self.mail.send(action, stage + 1, self.values.pop((stage + 1, "F", mb)))
             case Op.SEND_B:

@@ -14,12 +14,14 @@ from ..errors import RunError
 from ..plan import Plan
 from ..search.best import Outcome
 from ..shard.holdings import axis_ranks
+from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.call import Call, take_apart
 from . import checkpoint, shardings, state
 from .context import Prologue
 from .executor import Executor, Mail
 from .params import ParamStore, Reducer
+from .record import SILENT, Recorder, Silent, joined
 from .stage import StageRunner
 from .world import World
 
@@ -73,6 +75,7 @@ class ParallelModel(nn.Module):
         self._programs: dict[Any, Program] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.fallback_reason = ""
+        self.recorder: Recorder | Silent = SILENT
         self.found: Outcome | None = None  # the search behind the plan, if there was one
 
     # --- what the plan made of this rank ----------------------------------------------------
@@ -146,10 +149,12 @@ class ParallelModel(nn.Module):
         spans = self.micro_batches(call.num_rows)
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
         replica = self.plan.replicas[self.replica]
-        self.store.refresh()
+        with self.recorder.computing("refresh"):
+            self.store.refresh()
         if train:
             self.reducer.begin(in_step)
-        whole = program.prologue.for_batch(call, tensors)
+        with self.recorder.computing("batch"):
+            whole = program.prologue.for_batch(call, tensors)
         cache: dict[int, dict[str, Any]] = {}
 
         def context(_: int, mb: int) -> dict[str, Any]:
@@ -160,14 +165,31 @@ class ParallelModel(nn.Module):
         actions = program.schedule(len(rows), train)
         position = actions.position_of[min(program.stages)]
         mail = Mail(self.world.rank, replica, self.device)
-        executor = Executor(program.stages, replica, mail, self.reducer if train else None)
+        executor = Executor(program.stages, replica, mail, self.reducer if train else None,
+                            self.recorder)  # fmt: skip
         parts = executor.run(actions, position, rows, context, train)
         if train:
-            self.reducer.launch_rest()
-        values = self._collect(program, parts, rows, call.num_rows)
+            with self.recorder.computing("pack"):
+                self.reducer.launch_rest()
+        with self.recorder.exchanging("outputs"):
+            values = self._collect(program, parts, rows, call.num_rows)
         if train:
-            values["loss"] = _hand_over(self._anchor, values["loss"], self._finish_grads())
+            grads = self._finish_grads()
+            values["loss"] = _hand_over(self._anchor, values["loss"], grads)
         return values
+
+    def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
+        """When everything happens in a real step on this batch (the quickest of `steps`).
+
+        Gradients are computed and dropped; the optimizer is the caller's. All ranks must call it.
+        """
+        runs = []
+        for _ in range(max(1, steps)):
+            self.recorder = Recorder(self.world.rank)
+            self(*args, **kwargs)
+            runs.append(joined(self.world.gather(self.recorder.result())))
+        self.recorder = SILENT
+        return min(runs, key=lambda timeline: timeline.step_s)
 
     def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """Rows of every micro-batch of every replica; sizes differ by one row at most."""
@@ -179,7 +201,8 @@ class ParallelModel(nn.Module):
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
     def _finish_grads(self) -> list[tuple[Tensor, Tensor]]:
-        sums = self.reducer.finish()
+        with self.recorder.exchanging("reduce"):
+            sums = self.reducer.finish()
         return [(self.store.held[name].tensor, grad) for name, grad in sums.items()]
 
     def _collect(self, program: Program, parts: dict[int, dict[str, Tensor]],

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import cluster as clusters, files
-from ..cluster import Cluster, Device, Link
-from ..errors import PlanError
+from .. import files
+from ..cluster import Cluster, Device, Link, named
 from ..plan import Plan, Precision, fit
 from ..profile import Cell, CellNeed, Overheads, Piece, Profile
 from ..search.space import Candidate, Constraints, candidates
@@ -34,13 +33,7 @@ def place_of(where: Where) -> Cluster | Known:
     if path.suffix == ".json":
         measured = path.exists() and b'"options"' in path.read_bytes()
         return files.load(path, Known) if measured else files.load(path, Cluster)
-    if not hasattr(clusters, "named"):
-        raise PlanError(
-            f"{str(where)!r} is no file of a cluster",
-            where="cluster",
-            fix="pass a Cluster, or a JSON file of one or of what was measured",
-        )
-    return clusters.named(str(where))
+    return named(str(where))
 
 
 def known_of(traced: Traced, num_rows: int, where: Where, limits: Constraints) -> Known:
@@ -70,6 +63,7 @@ def _cell(need: CellNeed, traced: Traced, device: Device,
           prices: dict[tuple[int, ...], Prices]) -> Cell:  # fmt: skip
     own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
     piece = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
+    piece = ways.again_of(piece) if need.again else piece
     return Cell(need.kind, need.key, (piece,), "datasheet")
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from ..cluster import Cluster, Link
 from ..plan import Plan, Stage
-from ..profile import Cell, CellNeed, Lookup
+from ..profile import Cell, CellNeed, Lookup, Piece, cell_key
 from ..search.space import Candidate, Option, as_plan, divisors
 from ..shard.estimate import estimate
 from ..shard.price import Prices
@@ -76,10 +76,9 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
     most = max(c.micro_batches for c in candidates)
     for c in candidates:
         split = c.schedule == "zero_bubble"
-        key = (c.option, c.pp, c.dp, c.zero, split, c.micro_batches in (1, most))
+        key = (c.option, c.pp, c.dp, c.zero, split, c.recompute, c.micro_batches in (1, most))
         if key not in found:
-            plain = c._replace(recompute=False, virtual=1,
-                               schedule=c.schedule if split else "1f1b")  # fmt: skip
+            plain = c._replace(virtual=1, schedule=c.schedule if split else "1f1b")
             borders = [num_blocks * s // c.pp for s in range(c.pp + 1)]
             found[key] = as_plan(plain, borders, options)
     return list(found.values())
@@ -96,10 +95,24 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
                 continue
             pieces = tuple(estimate(traced.programs[block.kind], sharding,
                                     prices[found.mesh]._replace(rows=n)) for n in rows)  # fmt: skip
-            split = msgspec.structs.replace(need, split=True)
-            for key in (need.key, split.key):
-                cells[block.kind, key] = Cell(block.kind, key, pieces, "datasheet")
+            again = tuple(again_of(piece) for piece in pieces)
+            for split in (False, True):
+                for own, recompute in ((pieces, False), (again, True)):
+                    key = cell_key(sharding, split, recompute)
+                    cells[block.kind, key] = Cell(block.kind, key, own, "datasheet")
     return list(cells.values())
+
+
+def again_of(piece: Piece) -> Piece:
+    """The same with forward computed again in backward, and only the results kept."""
+    return msgspec.structs.replace(
+        piece,
+        backward_s=piece.backward_s + piece.forward_s,
+        input_s=piece.input_s + piece.forward_s,
+        comm_backward_s=piece.comm_backward_s + piece.comm_forward_s,
+        kept_bytes=piece.out_bytes,
+        backward_bytes=piece.backward_bytes + piece.kept_bytes,
+    )
 
 
 __all__ = ["axis_ranks", "degree", "estimated", "link_of", "meshes", "option", "probes"]

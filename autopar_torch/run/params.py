@@ -18,9 +18,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..model import ModelGraph
 from ..plan import Plan
-from ..shard.collectives import Axis, gather_pieces, part, start_exchange, start_sum
+from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
-from ..shard.layout import Split
+from ..shard.parts import part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
 from .world import World
 
@@ -113,10 +113,9 @@ class ParamStore:
 
     def cut(self, held: Held, full: Tensor) -> Tensor:
         """This rank's part of a full tensor, a copy."""
-        value, holding = full, held.holding
-        for layout, parts, i in zip(holding.forms.value, holding.mesh, holding.place, strict=True):
-            if isinstance(layout, Split):
-                value = part(value, layout, parts, i)
+        value = full
+        for cut in held.holding.cuts:
+            value = part(value, cut)
         if held.zero:
             start, end = held.own_rows()
             value = value[start:end]

@@ -14,7 +14,7 @@ from ..model import Block, ModelGraph
 from ..plan import Plan, Replica, Sharding, Stage
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
-from ..shard.solve import KindTable, solve_chain, tabulate
+from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
 from ..trace import Traced
 
 # Whoever asks for tensor parallelism wants parameters shared out: where splitting does not pay in
@@ -37,8 +37,11 @@ class _Found:
 
 
 def ordinary(num_axes: int, rows: int) -> Prices:
-    """What sharding decisions are made with where nothing was measured."""
-    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows)
+    """What sharding decisions are made with where nothing was measured.
+
+    Nothing is hidden: the cores that compute are those that copy messages.
+    """
+    return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows, hides=0.0)
 
 
 def _worth(prices: Prices, worth: float) -> Prices:
@@ -48,7 +51,7 @@ def _worth(prices: Prices, worth: float) -> Prices:
 
 
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
-             priced: Prices | None = None) -> Plan:  # fmt: skip
+             priced: Prices | None = None, spatial: Spatial = "free") -> Plan:  # fmt: skip
     """The plan with a sharding for every block on several devices; given ones are kept."""
     found = _Found(list(plan.shardings))
     replicas = []
@@ -59,7 +62,7 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
                 continue
             own = priced or ordinary(len(stages[group[0]].axes), rows)
             solved = _solve(traced, [stages[s] for s in group], own, _whole_values(
-                traced.graph, replica, group), pins or {})  # fmt: skip
+                traced.graph, replica, group), pins or {}, spatial)  # fmt: skip
             numbers = iter([-1 if s is None else found.index(s) for s in solved])
             for s in group:
                 first, last = stages[s].blocks or (0, 0)
@@ -90,7 +93,7 @@ def _whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> froz
 
 
 def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: frozenset[str],
-           pins: Pins) -> Sequence[Sharding | None]:  # fmt: skip
+           pins: Pins, spatial: Spatial) -> Sequence[Sharding | None]:  # fmt: skip
     first, last = (stages[0].blocks or (0, 0))[0], (stages[-1].blocks or (0, 0))[1]
     mesh = stages[0].axes
     blocks = traced.graph.blocks[first:last]
@@ -98,14 +101,15 @@ def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: froze
         return [None] * len(blocks)
     chosen: list[Sharding] = []
     for worth in WORTHS:
-        chosen = _solve_chain(traced, blocks, _worth(prices, worth), mesh, whole, pins)
+        chosen = _solve_chain(traced, blocks, _worth(prices, worth), mesh, whole, pins, spatial)
         if _shares(traced.graph, blocks, chosen) <= 1.0 / math.prod(mesh) + SLACK:
             break
     return chosen
 
 
 def _solve_chain(traced: Traced, blocks: Sequence[Block], priced: Prices, mesh: tuple[int, ...],
-                 whole: frozenset[str], pins: Pins) -> list[Sharding]:  # fmt: skip
+                 whole: frozenset[str], pins: Pins,
+                 spatial: Spatial) -> list[Sharding]:  # fmt: skip
     graph = traced.graph
     tables: dict[tuple[str, str], KindTable] = {}
     chain = []
@@ -118,7 +122,7 @@ def _solve_chain(traced: Traced, blocks: Sequence[Block], priced: Prices, mesh: 
             shared = frozenset(slot for b in alike for slot, p in b.params.items()
                                if len(graph.users(p)) > 1)  # fmt: skip
             tables[key] = tabulate(traced.programs[block.kind], mesh, priced, shared=shared,
-                                   pinned=fixed)  # fmt: skip
+                                   pinned=fixed, spatial=spatial)  # fmt: skip
         chain.append(tables[key])
     return solve_chain(blocks, chain, whole)
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profile import Curve
-from .evaluate import after
-from .memory import lasting
+from .evaluate import after, summing
+from .memory import lasting, staying
 from .space import SCHEDULES, Candidate
 from .tables import Array, Tables
 
@@ -144,13 +144,11 @@ def _pipeline(space: _Space) -> Array:
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
-    trained, most = (space._per_option(lambda o, s=sign: s * space.least(
-        o, s * space.tables.params(o).trained))[space.option] for sign in (1, -1))  # fmt: skip
-    adding = over.add_s_per_byte * (m - 1) / m
+    least, most = _per_micro_batch(space)
     forward = costs[:, :, FORWARD]
     other = np.where(split[:, None], costs[:, :, INPUT] + costs[:, :, WEIGHT],
                      costs[:, :, BACKWARD])  # fmt: skip
-    work = forward + other + adding[:, None] * trained
+    work = forward + other + least
     extra_f, extra = over.action_s + over.micro_batch_s, 2 * over.action_s + over.micro_batch_s
     stages = p * space.virtual
     total = (counts * work).sum(axis=1) + stages * extra
@@ -158,19 +156,38 @@ def _pipeline(space: _Space) -> Array:
     used = (counts > 0) & (work > 0)
     phi = _ratio(forward, work, used).max(axis=1)
     phi = np.maximum(phi, extra_f / extra if extra else 0.0)
-    slowest = work + adding[:, None] * (most - trained)
+    slowest = work + most - least
     iota = np.where(used, _ratio(costs[:, :, INPUT], slowest, used), 1.0).min(axis=1)
     iota = np.where(split, np.minimum(iota, over.action_s / extra if extra else 1.0), 0.0)
     there, back = _messages(space)
     name = space.schedule
     base = np.where(split, ahead + there, total + there + back)
-    factor, least = _spread(space, phi, iota)
+    factor, first = _spread(space, phi, iota)
     longest = _least_longest(space, work)
-    followed = np.maximum(total * factor, longest * np.maximum(least, 0.0))
+    followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
     seconds = np.maximum(m * np.maximum(total / p, longest), np.where(plain, base + followed, 0.0))
     seconds = np.maximum(seconds, np.where(plain | (p == 1), 0.0, total + there + back))
     return np.where(p == 1, m * total, seconds)
+
+
+def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
+    """Candidate x program: `per_micro_batch` of its blocks, the least and the most of them."""
+    tables = space.tables
+    first, which = space.by(space.option, space.pp, space.dp, space.zero)
+    found = np.zeros((2, 2, len(first), space.programs))  # adding or summing; least or most
+    add = tables.profile.profile.overheads.add_s_per_byte
+    for row, i in enumerate(first):
+        option, trained = int(space.option[i]), tables.params(int(space.option[i])).trained
+        parts = (add * trained, summing(tables, space.found[i], trained))
+        for part, values in enumerate(parts):
+            least = space.least(option, values)
+            found[part, 0, row, : len(least)] = least
+            found[part, 1, row, : len(least)] = -space.least(option, -values)
+    share = ((space.count - 1) / space.count)[:, None]
+    once = np.where(space.zero[:, None] == 3, 1.0, share)
+    both = found[0][:, which] * share + found[1][:, which] * once
+    return both[0], both[1]
 
 
 def _ratio(part: Array, whole: Array, used: NDArray[np.bool_]) -> Array:
@@ -282,7 +299,10 @@ def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
         alike = tables.programs[option][1] == common[option]
         stays = lasting(space.found[i], params, copies)
         mean[row] = float(stays.sum() + params.trained.sum())
-        own[row], grads[row] = float(stays[alike].min()), float(params.trained[alike].min())
+        own[row], grads[row] = (
+            float(stays[alike].min()),
+            float(params.trained[alike].min()) * staying(space.found[i]),
+        )
     mean, own, grads = mean[which], own[which], grads[which]
     chosen = np.array(common)[space.option]
     lines = np.arange(len(space.found))
@@ -294,7 +314,7 @@ def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
     for k in range(int(space.pp.max())):
         i = np.flatnonzero(space.pp > k)
         flight = _in_flight(space, i, k)
-        lasts = np.where(flight < space.count[i] * space.virtual[i], grads[i], 0.0)
+        lasts = np.where(space.count[i] > 1, grads[i], 0.0)
         rate = own[i] + flight / space.virtual[i] * kept[i] + lasts
         inverse[i] += 1 / np.maximum(rate, 1e-9)
         places[i] += np.floor(room[i] / np.maximum(rate, 1e-9) * ROUNDING)

@@ -54,7 +54,7 @@ class Pricer:
         split = c.schedule == "zero_bubble"
         blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, split, c.recompute))
         work = np.array(blocks[:4])
-        work[_WEIGHT if split else _BACKWARD] += self.params.trained * again(c, tables)
+        work[_WEIGHT if split else _BACKWARD] += per_micro_batch(tables, c, self.params.trained)
         self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
                                          else work[_BACKWARD])  # fmt: skip
         self.work = np.zeros((4, work.shape[1] + 1))
@@ -120,7 +120,7 @@ class Pricer:
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
         """When the sums of a position are there: buckets leave as its last backward fills them."""
         c = self.candidate
-        if c.dp == 1:
+        if c.dp == 1 or c.zero == 3:
             return stop
         op = "scatter" if c.zero else "sum"
         curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
@@ -141,10 +141,24 @@ def rows_of(c: Candidate, num_rows: int) -> int:
     return max(1, num_rows // (c.dp * c.micro_batches))
 
 
-def again(c: Candidate, tables: Tables) -> float:
-    """Seconds per byte of adding gradients, spread over the micro-batches; the first adds none."""
+def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:
+    """Seconds of adding gradients of such sizes to those that are there, and of `summing` them.
+
+    The first micro-batch adds nothing; the last sums of ZeRO 2 go on beside the backward.
+    """
     share = (c.micro_batches - 1) / c.micro_batches
-    return share * tables.profile.profile.overheads.add_s_per_byte
+    adding = share * (tables.profile.profile.overheads.add_s_per_byte * trained)
+    return adding + summing(tables, c, trained) * (1.0 if c.zero == 3 else share)
+
+
+def summing(tables: Tables, c: Candidate, trained: Array) -> Array:
+    """ZeRO 2 and 3 sum gradients at once, block by block, and keep only their own part."""
+    if c.zero < 2 or c.dp == 1:
+        return np.zeros(len(trained))
+    curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
+    known = {size: bucket_seconds(curve, size, tables) if size else 0.0
+             for size in set(trained.tolist())}  # fmt: skip
+    return np.array([known[size] for size in trained.tolist()])
 
 
 def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:

@@ -21,51 +21,56 @@ class Memory:
     the messages that they are packed into.
     """
 
-    def __init__(self, c: Candidate, params: Params, blocks: Blocks, ahead: Array,
+    def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
                  fixed_bytes: float, copies: bool) -> None:  # fmt: skip
         self.candidate, self.fixed = c, fixed_bytes
         self.params = _sums(lasting(c, params, copies))
         owned = params.trained / c.dp if c.zero else params.trained
         self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
                         "optimizer": STATES * owned}  # fmt: skip
-        self.grads, self.kept = _sums(params.trained), _sums(blocks.kept)
-        self.working, self.sent = blocks.working.tolist(), ahead.tolist()
-
+        self.trained, self.kept = _sums(params.trained), _sums(blocks.kept)
+        self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
+        self.came, self.again = came.tolist(), c.micro_batches > 1
+        self.stays = staying(c)
         self.flight = [in_flight(c, k) for k in range(c.pp)]
-
-    def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:
-        """What the bytes of `peak` are made of."""
-        span = [slice(a, b) for a, b in stages]
-        found = {"fixed": self.fixed}
-        for name, column in self.lasting.items():
-            found[name] = float(sum(column[s].sum() for s in span))
-        grads = sum(self.grads[b] - self.grads[a] for a, b in stages)
-        found |= {"gradients": grads, "working": max(max(self.working[s]) for s in span)}
-        rest = self.peak(position, stages) - sum(found.values())
-        if rest < 0:
-            found["working"] = max(0.0, found["working"] + rest)
-            rest = self.peak(position, stages) - sum(found.values())
-        packed = 0.0 if self.candidate.dp == 1 else BUCKET_BYTES + grads * bool(self.candidate.zero)
-        kept = sum(self.kept[b] - self.kept[a] for a, b in stages)
-        flight = self.flight[position] / len(stages) * kept
-        return found | {"activations" if flight >= packed else "messages": max(0.0, rest)}
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
         """Most bytes on a device of a position that holds these stages."""
-        base, grads, kept, working = self.fixed, 0.0, 0.0, 0.0
+        base, trained, kept, working, largest = self.fixed, 0.0, 0.0, 0.0, 0.0
         for a, b in stages:
             base += self.params[b] - self.params[a]
-            grads += self.grads[b] - self.grads[a]
-            kept += self.kept[b] - self.kept[a] + self.sent[b]
+            trained += self.trained[b] - self.trained[a]
+            kept += self.kept[b] - self.kept[a] + self.came[a]
             working = max(working, max(self.working[a:b]))
-        c, count, flight = self.candidate, len(stages), self.flight[position]
-        running = flight / count * kept
-        if flight >= c.micro_batches * count:  # gradients come when the first of them is gone
-            running = max(running, (flight - 1) / count * kept + grads)
-        else:
-            running += grads
-        packed = 0.0 if c.dp == 1 else BUCKET_BYTES + (2 if c.zero else 1) * grads
-        return base + max(running + working, packed, grads)
+            largest = max(largest, max(self.largest[a:b]))
+        running = self.flight[position] / len(stages) * kept + working
+        if self.again:
+            running += largest + trained * self.stays
+        return base + max(running, self._packed(trained, largest))
+
+    def _packed(self, trained: float, largest: float) -> float:
+        """Messages of gradients beside what they were packed from (see simulate/memory.py)."""
+        c = self.candidate
+        if c.dp == 1 or not c.zero:
+            return trained + 2 * largest
+        if c.zero == 1:
+            return 2 * trained + min(trained / c.dp, BUCKET_BYTES)
+        return 2 * trained + largest / c.dp + (trained / c.dp if self.again else 0.0)
+
+    def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """What the bytes of `peak` are made of."""
+        found = {"fixed": self.fixed}
+        for name, column in self.lasting.items():
+            found[name] = float(sum(column[a:b].sum() for a, b in stages))
+        rest = self.peak(position, stages) - sum(found.values())
+        trained = sum(self.trained[b] - self.trained[a] for a, b in stages)
+        kept = sum(self.kept[b] - self.kept[a] + self.came[a] for a, b in stages)
+        running = self.flight[position] / len(stages) * kept
+        if running < trained:  # the worst moment is that of the sums
+            return found | {"gradients": trained, "messages": rest - trained}
+        grads = trained * self.stays if self.again else 0.0
+        return found | {"gradients": grads, "activations": running,
+                        "working": rest - grads - running}  # fmt: skip
 
 
 def lasting(c: Candidate, params: Params, copies: bool) -> Array:
@@ -73,6 +78,11 @@ def lasting(c: Candidate, params: Params, copies: bool) -> Array:
     owned = params.trained / c.dp if c.zero else params.trained
     leaf = 0.0 if c.zero == 3 else params.leaf if c.zero or copies else 0.0
     return params.held - params.trained + (1 + STATES) * owned + leaf
+
+
+def staying(c: Candidate) -> float:
+    """The part of the gradients that is kept from one micro-batch to the next."""
+    return 1.0 if c.zero < 2 else 1.0 / c.dp
 
 
 def in_flight(c: Candidate, position: int) -> float:

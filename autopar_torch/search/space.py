@@ -54,8 +54,6 @@ class Candidate(NamedTuple):
         return self.pp * self.virtual
 
 
-# ZeRO 2 keeps whole gradients until they are summed, as ZeRO 1 does: it is used where asked for.
-ZEROS = [0, 1, 3]
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 
 
@@ -79,7 +77,7 @@ def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled
            limits: Constraints) -> Iterator[Candidate]:  # fmt: skip
     """Micro-batches, schedule, ZeRO and recompute of one shape."""
     counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
-    zeros = [0] if dp == 1 else [limits.zero] if limits.zero is not None else ZEROS
+    zeros = [0] if dp == 1 else [limits.zero] if limits.zero is not None else [0, 1, 2, 3]
     zeros = [zero for zero in zeros if _allows(limits.zero, zero)]
     for count in counts:
         if not _allows(limits.num_micro_batches, count):

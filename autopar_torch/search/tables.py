@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo
 from ..plan import Precision, Sharding
-from ..profile import SPLIT, Curve, Lookup, Piece, sharding_key
+from ..profile import AGAIN, SPLIT, Curve, Lookup, Piece, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.formula import Pipeline, ends
 from .borders import smallest_bottleneck
@@ -25,11 +25,12 @@ Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts th
 
 class Params(NamedTuple):
     """Per block, on one device: bytes of parameters, of those with gradients, and of their leaves
-    (what forward reads: a bfloat16 copy, or the parameter itself), and how many are trained."""
+    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many."""
 
     held: Array
     trained: Array
     leaf: Array
+    largest: Array
     number: Array
 
 
@@ -128,13 +129,16 @@ class Tables:
         """Per program of an option: the fields of `Blocks`."""
         key = (option, rows, split, recompute)
         if key not in self._columns:
-            suffix = SPLIT if split else ""
             self._columns[key] = np.array([
-                _column(self.profile.piece(kind, own + suffix, rows),
-                        recompute and not self.graph.kinds[kind].mutates)
-                for kind, own in self.programs[option][0]
+                _column(self.piece(*program, rows, split, recompute))
+                for program in self.programs[option][0]
             ])  # fmt: skip
         return self._columns[key]
+
+    def piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
+        again = recompute and not self.graph.kinds[kind].mutates
+        key = own + (SPLIT if split else "") + (AGAIN if again else "")
+        return self.profile.piece(kind, key, rows)
 
     def blocks(self, option: int, rows: int, split: bool, recompute: bool) -> Blocks:
         key = (option, rows, split, recompute)
@@ -162,7 +166,7 @@ class Tables:
 
     def _sizes(self, index: int, sharding: Sharding | None, seen: set[str]) -> list[float]:
         """The fields of `Params` of one block, without what was seen before."""
-        held = trained = leaf = number = 0.0
+        held = trained = leaf = largest = number = 0.0
         for slot, name in self.graph.blocks[index].params.items():
             info = self.graph.params[name]
             if name in seen:
@@ -174,9 +178,9 @@ class Tables:
             held += size
             if info.trainable and not info.buffer:
                 copied = self.precision == "bfloat16" and info.dtype in ("float32", "float64")
-                trained, number = trained + size, number + 1
+                trained, number, largest = trained + size, number + 1, max(largest, size)
                 leaf += info.num_elements * _item("bfloat16") / cut if copied else size
-        return [held, trained, leaf, number]
+        return [held, trained, leaf, largest, number]
 
     @cached_property
     def _users(self) -> dict[str, list[int]]:
@@ -226,18 +230,14 @@ class Tables:
         return parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
 
 
-def _column(piece: Piece, recompute: bool) -> list[float]:
-    forward = piece.forward_s + piece.comm_forward_s
-    again = forward if recompute else 0.0
-    kept = piece.out_bytes if recompute else piece.kept_bytes
-    working = max(piece.forward_bytes, piece.backward_bytes)
+def _column(piece: Piece) -> list[float]:
     return [
-        forward,
-        piece.backward_s + piece.comm_backward_s + again,
-        piece.input_s + piece.comm_backward_s + again,
+        piece.forward_s + piece.comm_forward_s,
+        piece.backward_s + piece.comm_backward_s,
+        piece.input_s + piece.comm_backward_s,
         piece.weight_s,
-        kept,
-        working + (piece.kept_bytes if recompute else 0.0),
+        piece.kept_bytes,
+        max(piece.forward_bytes, piece.backward_bytes),
         piece.out_bytes,
     ]
 

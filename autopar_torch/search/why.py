@@ -12,7 +12,7 @@ import msgspec
 from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import SPLIT, Profile
+from ..profile import Profile
 from ..simulate.network import lookup
 from .best import Choice, Result, search
 from .evaluate import Pricer
@@ -87,11 +87,10 @@ def _exchanged(pricer: Pricer, stages: Sequence[tuple[int, int]]) -> float:
     total = 0.0
     for a, b in stages:
         for number in which[a:b]:
-            kind, key = programs[number]
-            suffix = SPLIT if c.schedule == "zero_bubble" else ""
-            piece = tables.profile.piece(kind, key + suffix, pricer.rows)
-            again = piece.comm_forward_s if c.recompute else 0.0
-            total += piece.comm_forward_s + piece.comm_backward_s + again
+            split = c.schedule == "zero_bubble"
+            kind, own = programs[number]
+            piece = tables.piece(kind, own, pricer.rows, split, c.recompute)
+            total += piece.comm_forward_s + piece.comm_backward_s
     return total
 
 
@@ -148,7 +147,7 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
     tp = case.options[c.option].degree
     near: dict[str, tuple[int, list[Any]]] = {
             "tp": (tp, [tp // 2, tp * 2]), "pp": (c.pp, [c.pp // 2, c.pp * 2]),
-            "dp": (c.dp, [c.dp // 2, c.dp * 2]), "zero": (c.zero, [0, 1, 3]),
+            "dp": (c.dp, [c.dp // 2, c.dp * 2]), "zero": (c.zero, [0, 1, 2, 3]),
             "recompute": (c.recompute, [not c.recompute])}  # fmt: skip
     for name, (own, others) in near.items():
         if getattr(case.limits, name) is not None:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .layout import PARTIAL, Split, layout_text
+from .layout import PARTIAL, WHOLE, Cut, Split, is_cut, layout_text
 from .ops import sum_cross_entropy
+from .parts import Frame, inside, join, overlap, padded, piece
 from .price import Move
 from .watch import heard
 
@@ -24,22 +25,6 @@ class Axis:
     parts: int
     index: int
     ranks: tuple[int, ...]
-
-
-def part(x: Tensor, split: Split, parts: int, index: int) -> Tensor:
-    """The piece of a whole value that one rank has."""
-    if split.outer == 1:
-        return x.chunk(parts, split.dim)[index].contiguous()
-    pieces = x.unflatten(split.dim, (split.outer, -1)).chunk(parts, split.dim + 1)
-    return pieces[index].flatten(split.dim, split.dim + 1).contiguous()
-
-
-def join(pieces: Sequence[Tensor], split: Split) -> Tensor:
-    """The whole value from all pieces."""
-    if split.outer == 1:
-        return torch.cat(list(pieces), split.dim)
-    opened = [p.unflatten(split.dim, (split.outer, -1)) for p in pieces]
-    return torch.cat(opened, split.dim + 1).flatten(split.dim, split.dim + 1)
 
 
 @heard
@@ -78,9 +63,24 @@ def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 def start_exchange(pieces: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) -> list[Any]:
     """Messages of an exchange under way; this rank's own piece is not moved."""
     others = [j for j in range(axis.parts) if j != axis.index]
-    works: list[Any] = [dist.irecv(got[j], axis.ranks[j], group=axis.group) for j in others]
-    works += [dist.isend(pieces[j].contiguous(), axis.ranks[j], group=axis.group) for j in others]
-    return works
+    return start_messages([(pieces[j], j) for j in others], [(got[j], j) for j in others], axis)
+
+
+def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]],
+                   axis: Axis, tagged: bool = False) -> list[Any]:  # fmt: skip
+    """Messages to and from places of an axis, under way.
+
+    `tagged`: what is k-th here is k-th there, so that one pair may have several on the way.
+    """
+    sent = [(x.contiguous(), axis.ranks[j]) for x, j in out]
+    if dist.get_backend(axis.group) != "gloo":
+        ops = [dist.P2POp(dist.irecv, x, axis.ranks[j], axis.group) for x, j in into]
+        ops += [dist.P2POp(dist.isend, x, rank, axis.group) for x, rank in sent]
+        return list(dist.batch_isend_irecv(ops)) if ops else []
+    works: list[Any] = [dist.irecv(x, axis.ranks[j], axis.group, tag=k * tagged)
+                        for k, (x, j) in enumerate(into, 1)]  # fmt: skip
+    return works + [dist.isend(x, rank, axis.group, tag=k * tagged)
+                    for k, (x, rank) in enumerate(sent, 1)]  # fmt: skip
 
 
 def start_sum(x: Tensor, axis: Axis) -> list[Any]:
@@ -90,36 +90,76 @@ def start_sum(x: Tensor, axis: Axis) -> list[Any]:
             for piece in x.view(-1).chunk(4 if several else 1)]  # fmt: skip
 
 
-def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    pieces = [part(x, split, axis.parts, j) for j in range(axis.parts)]
+def reduce_scatter(x: Tensor, target: Cut, axis: Axis) -> Tensor:
+    pieces = [piece(x, target, axis.parts, j) for j in range(axis.parts)]
     if dist.get_backend(axis.group) != "gloo":
         out = torch.empty_like(pieces[0])
         dist.reduce_scatter_tensor(out, torch.stack(pieces), group=axis.group)
         return out
     got = exchange(pieces, axis)
     total = got[0] + got[1] if len(got) > 1 else got[0]
-    for piece in got[2:]:
-        total += piece
+    for other in got[2:]:
+        total += other
     return total
 
 
 def all_to_all(x: Tensor, source: Split, target: Split, axis: Axis) -> Tensor:
-    pieces = [part(x, target, axis.parts, j) for j in range(axis.parts)]
+    pieces = [piece(x, target, axis.parts, j) for j in range(axis.parts)]
     return join(exchange(pieces, axis), source)
+
+
+def reblock(x: Tensor, source: Cut, target: Cut, axis: Axis) -> Tensor:
+    """From one cut to another, in messages between those whose pieces overlap."""
+    me, frame = axis.index, Frame(x, source, axis.parts, target)
+    x, have, want = frame.open(x), frame.box(source, me), frame.box(target, me)
+    result = x.new_empty([r.stop - r.start for r in want])
+    out, into = {}, {}
+    for j in range(axis.parts):
+        theirs, mine = overlap(have, frame.box(target, j)), overlap(frame.box(source, j), want)
+        if theirs is not None:
+            out[j] = x[inside(theirs, have)]
+        if mine is not None:
+            into[j] = result[inside(mine, want)]
+    _deliver(out, into, axis)
+    return frame.close(result)
+
+
+@heard
+def _deliver(out: dict[int, Tensor], into: dict[int, Tensor], axis: Axis) -> None:
+    """Send and receive views by place; what a rank has for itself is copied."""
+    own, target = out.pop(axis.index, None), into.pop(axis.index, None)
+    got = {j: torch.empty_like(view, memory_format=torch.contiguous_format)
+           for j, view in into.items()}  # fmt: skip
+    works = start_messages([(x, j) for j, x in out.items()], [(x, j) for j, x in got.items()], axis)
+    if own is not None and target is not None:
+        target.copy_(own)
+    for work in works:
+        work.wait()
+    for j, view in into.items():
+        view.copy_(got[j])
 
 
 def move(x: Tensor, step: Move, axis: Axis) -> Tensor:
     """One conversion on one axis."""
     source, target = step.source, step.target
-    if isinstance(target, Split):
-        if isinstance(source, Split):
-            return all_to_all(x, source, target, axis)
+    if is_cut(source):
+        return _from_cut(x, source, step, axis)
+    if is_cut(target):
         if source == PARTIAL:
             return reduce_scatter(x, target, axis)
-        return part(x, target, axis.parts, axis.index)
-    if isinstance(source, Split):
-        return join(gather_pieces(x, axis), source)
+        return piece(x, target, axis.parts, axis.index)
     return all_reduce(x, axis) if source == PARTIAL else x / axis.parts
+
+
+def _from_cut(x: Tensor, source: Cut, step: Move, axis: Axis) -> Tensor:
+    target = step.target
+    if target == WHOLE:
+        return join(gather_pieces(x, axis), source)
+    if not is_cut(target):
+        return padded(x, source, axis.parts, axis.index)
+    if isinstance(source, Split) and isinstance(target, Split):
+        return all_to_all(x, source, target, axis)
+    return reblock(x, source, target, axis)
 
 
 def run_moves(x: Tensor, steps: Sequence[Move], axes: Sequence[Axis]) -> Tensor:

@@ -12,8 +12,9 @@ from ..plan import Sharding
 from ..profile import Piece
 from .layout import WHOLE, Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
-from .rules import op_name, strategies
-from .solve import Choice, combine
+from .rules import op_name
+from .solve import Choice, combine, ring_costs
+from .square import all_strategies
 
 _LINEAR = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "add_", "clone", "to", "_to_copy"}
 
@@ -34,7 +35,7 @@ class _Estimate:
             return {}
         return {node: next(c for c in combine(node, options, self.mesh)
                            if c.text == self.sharding.ops[node.name])
-                for node, options in strategies(self.graph).items()}  # fmt: skip
+                for node, options in all_strategies(self.graph, self.mesh).items()}  # fmt: skip
 
     def run(self) -> Piece:
         for node in self.graph.nodes:
@@ -48,7 +49,10 @@ class _Estimate:
 
     def _op(self, node: fx.Node) -> None:
         choice = self.choices.get(node)
-        self.compute += op_seconds(node, self.prices, choice.share if choice else 1)
+        seconds = op_seconds(node, self.prices, choice.share if choice else 1)
+        self.compute += seconds
+        if choice and choice.ring is not None:
+            self._ring(node, choice, seconds)
         size = self._local_bytes(node)
         self.largest = max(self.largest, size)
         if node.meta["info"] is not None and any(op_name(u) not in _LINEAR for u in _ops(node)):
@@ -56,6 +60,12 @@ class _Estimate:
         for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):
             if choice:
                 self._convert(value, choice.ins[k])
+
+    def _ring(self, node: fx.Node, choice: Choice, seconds: float) -> None:
+        ahead, back, block = ring_costs(node, choice, self.mesh, self.prices, seconds)
+        self.comm_forward += ahead
+        self.comm_backward += back
+        self.kept += block
 
     def _output(self, node: fx.Node) -> None:
         for k, value in enumerate(node.args[0]):  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph
 from ..plan import Plan, Stage
-from .layout import PARTIAL, WHOLE, Forms, Layout, Split, parse_forms
+from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -25,8 +25,11 @@ class Holding(NamedTuple):
     @property
     def region(self) -> tuple[object, ...]:
         """Equal for ranks that hold the same elements."""
-        cuts = zip(self.forms.value, self.mesh, self.place, strict=True)
-        return tuple((x, parts, i) for x, parts, i in cuts if isinstance(x, Split))
+        return tuple(self.cuts)
+
+    @property
+    def cuts(self) -> list[Part]:
+        return all_cuts(self.forms.value, self.mesh, self.place)
 
     @property
     def family(self) -> tuple[object, ...]:
@@ -46,17 +49,16 @@ class Holding(NamedTuple):
     def boxes(self, shape: Sequence[int]) -> list[Box]:
         """The rectangles of the full parameter that this rank has, in local order."""
         boxes: list[Box] = [((0,) * len(shape), tuple(shape))]
-        for layout, parts, index in zip(self.forms.value, self.mesh, self.place, strict=True):
-            if isinstance(layout, Split):
-                boxes = [cut for box in boxes for cut in _cut(box, boxes, layout, parts, index)]
+        for cut in self.cuts:
+            boxes = [piece for box in boxes for piece in _cut(box, len(boxes), cut)]
         return boxes
 
 
-def _cut(box: Box, boxes: list[Box], split: Split, parts: int, index: int) -> list[Box]:
-    """Part `index` of a box, within each of the outer parts that fall on it."""
+def _cut(box: Box, num_boxes: int, cut: Part) -> list[Box]:
+    """Part of a box, within each of the outer parts that fall on it."""
     offsets, sizes = box
-    dim = split.dim
-    pieces = max(1, split.outer // len(boxes))  # outer parts that earlier cuts have not separated
+    (dim, outer), parts, index = cut
+    pieces = max(1, outer // num_boxes)  # outer parts that earlier cuts have not separated
     length = sizes[dim] // pieces // parts
     starts = [offsets[dim] + p * (sizes[dim] // pieces) + index * length for p in range(pieces)]
     return [

@@ -2,13 +2,14 @@
 
 `Split(dim, outer)` cuts a dim that stands for (outer, rest) along `rest`: heads behind a batch, or
 q, k and v fused in one weight. `outer` is a size of the trace (see model.py), so it may grow with
-the batch.
+the batch. `Square` cuts two dims at once. Either is a list of plain cuts for each device (`cuts`),
+and that is all that shapes, rectangles and conversions have to know.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ..model import ROWS
 
@@ -20,9 +21,73 @@ class Split(NamedTuple):
     outer: int = 1
 
 
-Layout = str | Split
+SKEWS = {"o": (0, 0), "p": (0, 0), "i": (0, 1), "w": (1, 0)}
+
+
+class Square(NamedTuple):
+    """Cut n x n on an axis of n * n devices: (r, c) has block (r + u c, c + v r), modulo n.
+
+    The skew names (u, v): `o` as results of spatial.py lie, `i` its operands, `w` its weights.
+    Without a row only the columns are cut, and all r have the same (`o`) or partial sums (`p`).
+    """
+
+    row: Split | None
+    col: Split
+    skew: str
+
+
+Cut = Split | Square
+Layout = str | Cut
 WHOLE, PARTIAL = "R", "P"
 Layouts = tuple[Layout, ...]  # one per tensor axis
+
+
+class Part(NamedTuple):
+    """Part number `place` of `parts` along a dim."""
+
+    split: Split
+    parts: int
+    place: int
+
+
+def is_cut(layout: Layout) -> TypeGuard[Cut]:
+    return not isinstance(layout, str)
+
+
+def is_column(layout: Layout) -> TypeGuard[Square]:
+    """Whether it leaves the rows of a square alike."""
+    return isinstance(layout, Square) and layout.row is None
+
+
+def side(parts: int) -> int:
+    """n of an axis of n * n devices, 0 for any other."""
+    n = math.isqrt(parts)
+    return n if n > 1 and n * n == parts else 0
+
+
+def cuts(layout: Layout, parts: int, index: int = 0) -> list[Part]:
+    """What a device of an axis has: this part, of that the next part, and so on."""
+    if isinstance(layout, Split):
+        return [Part(layout, parts, index)]
+    if not isinstance(layout, Square):
+        return []
+    n, (u, v) = side(parts), SKEWS[layout.skew]
+    r, c = divmod(index, n)
+    row = [] if layout.row is None else [Part(layout.row, n, (r + u * c) % n)]
+    return [*row, Part(layout.col, n, (c + v * r) % n)]
+
+
+def splits(layout: Cut) -> list[Split]:
+    """The dims that a layout cuts."""
+    if isinstance(layout, Split):
+        return [layout]
+    return [layout.col] if layout.row is None else [layout.row, layout.col]
+
+
+def all_cuts(layouts: Layouts, mesh: tuple[int, ...], place: tuple[int, ...] = ()) -> list[Part]:
+    """The same on all axes, outermost first."""
+    places = place or (0,) * len(mesh)
+    return [cut for axis in zip(layouts, mesh, places, strict=True) for cut in cuts(*axis)]
 
 
 class Strategy(NamedTuple):
@@ -37,6 +102,10 @@ class Strategy(NamedTuple):
         return self.out != WHOLE or any(layout != WHOLE for layout in self.ins)
 
     @property
+    def is_square(self) -> bool:
+        return any(isinstance(layout, Square) for layout in (*self.ins, self.out))
+
+    @property
     def text(self) -> str:
         return ",".join(map(layout_text, self.ins)) + ">" + layout_text(self.out)
 
@@ -44,16 +113,31 @@ class Strategy(NamedTuple):
 def layout_text(layout: Layout) -> str:
     if isinstance(layout, str):
         return layout
-    if layout.outer == 1:
-        return f"S{layout.dim}"
-    rows = f"{layout.outer // ROWS}b" if layout.outer % ROWS == 0 else str(layout.outer)
-    return f"S{layout.dim}/{rows}"
+    if isinstance(layout, Split):
+        return f"S{_split_text(layout)}"
+    row = "" if layout.row is None else _split_text(layout.row)
+    return f"S{row}x{_split_text(layout.col)}{layout.skew}"
+
+
+def _split_text(split: Split) -> str:
+    if split.outer == 1:
+        return str(split.dim)
+    rows = f"{split.outer // ROWS}b" if split.outer % ROWS == 0 else str(split.outer)
+    return f"{split.dim}/{rows}"
 
 
 def parse_layout(text: str) -> Layout:
+    """`R`, `P`, `S1`, `S2/3` (within each of 3 parts), `S1x2/3o` (a square of skew o)."""
     if not text.startswith("S"):
         return text
-    dim, _, outer = text[1:].partition("/")
+    row, square, col = text[1:].partition("x")
+    if not square:
+        return _parse_split(row)
+    return Square(_parse_split(row) if row else None, _parse_split(col[:-1]), col[-1])
+
+
+def _parse_split(text: str) -> Split:
+    dim, _, outer = text.partition("/")
     if not outer:
         return Split(int(dim))
     return Split(int(dim), int(outer[:-1]) * ROWS if outer.endswith("b") else int(outer))
@@ -85,18 +169,21 @@ def parse_forms(text: str) -> Forms:
 
 def grad_layout(layout: Layout) -> Layout:
     """How the gradient of a produced value must arrive: cut as it is cut, else whole."""
-    return layout if isinstance(layout, Split) else WHOLE
+    return layout if is_cut(layout) else WHOLE
 
 
 def local_shape(shape: tuple[int, ...], layouts: Layouts, mesh: tuple[int, ...]) -> list[int]:
     """Shape of a device's part."""
     sizes = list(shape)
-    for layout, parts in zip(layouts, mesh, strict=True):
-        if isinstance(layout, Split):
-            sizes[layout.dim] //= parts
+    for cut in all_cuts(layouts, mesh):
+        sizes[cut.split.dim] //= cut.parts
     return sizes
 
 
 def parts_of(mesh: tuple[int, ...], layouts: Layouts) -> int:
     """In how many pieces a value is cut."""
-    return math.prod(p for p, x in zip(mesh, layouts, strict=True) if isinstance(x, Split))
+    count = 1
+    for layout, parts in zip(layouts, mesh, strict=True):
+        if not isinstance(layout, str):
+            count *= side(parts) if is_column(layout) else parts
+    return count

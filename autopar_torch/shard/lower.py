@@ -6,6 +6,7 @@ cut dim get their local meaning. Without a sharding (one device) the block only 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -24,11 +25,25 @@ from .collectives import (
     VocabEmbedding,
     VocabPart,
 )
-from .layout import PARTIAL, WHOLE, Forms, Layout, Layouts, Split, local_shape, parse_forms
+from .layout import (
+    PARTIAL,
+    WHOLE,
+    Forms,
+    Layout,
+    Layouts,
+    Split,
+    Square,
+    all_cuts,
+    is_cut,
+    local_shape,
+    parse_forms,
+)
 from .ops import deferred_linear
 from .price import Move, moves
-from .rules import Op, op_name, strategies
+from .rules import Op, op_name
 from .solve import Choice, combine
+from .spatial import SpatialLinear
+from .square import all_strategies
 
 aten = torch.ops.aten
 Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs
@@ -51,7 +66,7 @@ class Lowering:
         self.shared: dict[tuple[fx.Node, Forms], fx.Node] = {}
         self.choices: dict[fx.Node, Choice] = {}
         if sharding is not None:
-            for node, options in strategies(graph).items():
+            for node, options in all_strategies(graph, self.mesh).items():
                 self.choices[node] = self._chosen(node, combine(node, options, self.mesh))
 
     def _chosen(self, node: fx.Node, legal: list[Choice]) -> Choice:
@@ -121,9 +136,14 @@ class Lowering:
         return [Move(m.axis, self._layout(m.source), self._layout(m.target)) for m in steps]
 
     def _layout(self, layout: Layout) -> Layout:
-        if isinstance(layout, Split):
-            return Split(layout.dim, at_rows(layout.outer, self.rows))
-        return layout
+        """A layout with the outer parts that so many rows have."""
+        if isinstance(layout, Square):
+            row = None if layout.row is None else self._split(layout.row)
+            return Square(row, self._split(layout.col), layout.skew)
+        return self._split(layout) if isinstance(layout, Split) else layout
+
+    def _split(self, split: Split) -> Split:
+        return Split(split.dim, at_rows(split.outer, self.rows))
 
     def _module(self, name: str, module: nn.Module) -> str:
         number = sum(1 for other in self.root._modules if other.startswith(name))
@@ -180,10 +200,7 @@ class Lowering:
 
     def _cuts(self, layouts: Layouts, dim: int) -> int:
         """How many parts a dim is cut in."""
-        count = 1
-        for layout, parts in zip(layouts, self.mesh, strict=True):
-            count *= parts if isinstance(layout, Split) and layout.dim == dim else 1
-        return count
+        return math.prod(cut.parts for cut in all_cuts(layouts, self.mesh) if cut.split.dim == dim)
 
     def _summed(self, choice: Choice) -> int:
         """Product of the axes whose results are partial sums."""
@@ -203,6 +220,8 @@ class Lowering:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
             module = SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
+        if choice is not None and choice.ring is not None:
+            return self._spatial(node, choice, ready)
         if choice is not None and _is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
         if choice is not None and name == "embedding" and PARTIAL in choice.out:
@@ -220,11 +239,11 @@ class Lowering:
 
     def _place_of(self, layouts: Layouts) -> int | None:
         """Which part of a value this rank has; None for all of it."""
-        if not any(isinstance(layout, Split) for layout in layouts):
+        if not any(is_cut(layout) for layout in layouts):
             return None
         place = 0
         for layout, axis in zip(layouts, self.axes, strict=True):
-            place = place * axis.parts + (axis.index if isinstance(layout, Split) else 0)
+            place = place * axis.parts + (axis.index if is_cut(layout) else 0)
         return place
 
     def _own_random(self, node: fx.Node, choice: Choice, ready: Ready) -> fx.Node:
@@ -255,6 +274,18 @@ class Lowering:
         shared = self._scaled(ready[bias], self._summed(choice))
         return self._plain(node, choice, {**ready, bias: shared})
 
+    def _spatial(self, node: fx.Node, choice: Choice, ready: Ready) -> fx.Node:
+        """A linear in a ring; where its results are partial sums, each adds a share of the bias."""
+        op, first = Op(node), int(op_name(node) == "addmm")
+        bias = op.arg(0) if first else op.arg(2)
+        args = [ready[op.arg(first)], ready[op.arg(first + 1)]]
+        if bias is not None:
+            args.append(self._scaled(ready[bias], self._summed(choice)))
+        axis = self.axes[cast(int, choice.ring)]
+        leaf = self.defer and args[1].op == "placeholder"
+        module = SpatialLinear(axis, op_name(node) == "linear", leaf)
+        return self.graph.call_module(self._module("spatial_linear", module), tuple(args))
+
     def _deferred(self, node: fx.Node, ready: Ready) -> fx.Node | None:
         weight = ready[node.args[1]]  # type: ignore[index]
         if weight.op != "placeholder" or not node.args[1].meta["info"].grad:  # type: ignore[union-attr]
@@ -276,12 +307,12 @@ def _is_random(node: fx.Node) -> bool:
 
 def _verb(step: Move) -> str:
     source, target = step.source, step.target
-    if isinstance(target, Split):
-        if isinstance(source, Split):
-            return "all_to_all"
+    if is_cut(target):
+        if is_cut(source):
+            return "reblock" if Square in (type(source), type(target)) else "all_to_all"
         return "reduce_scatter" if source == PARTIAL else "take_part"
-    if isinstance(source, Split):
-        return "all_gather"
+    if is_cut(source):
+        return "all_gather" if target == WHOLE else "pad"
     return "all_reduce" if source == PARTIAL else "share"
 
 

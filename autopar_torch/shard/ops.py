@@ -83,7 +83,7 @@ class WeightQueue:
     active: WeightQueue | None = None
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
     def __enter__(self) -> WeightQueue:
         WeightQueue.active = self
@@ -96,8 +96,8 @@ class WeightQueue:
     def flush(self) -> list[Tensor]:
         """Compute and accumulate what waits; returns the weights that got a gradient."""
         done = []
-        for weight, x, dy in self.waiting:
-            grad = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        for weight, product in self.waiting:
+            grad = product()
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
             done.append(weight)
         self.waiting.clear()
@@ -116,10 +116,15 @@ class _DeferredLinear(torch.autograd.Function):
         (x,), (dy,) = ctx.saved_tensors, grads
         dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
         db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
-        if WeightQueue.active is None:
-            return dx, dy.flatten(0, -2).t() @ x.flatten(0, -2), db
-        WeightQueue.active.waiting.append((ctx.weight, x, dy))
-        return dx, None, db
+        return dx, now_or_later(ctx.weight, lambda: dy.flatten(0, -2).t() @ x.flatten(0, -2)), db
+
+
+def now_or_later(weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+    """The gradient of a weight, None if it waits for its own action."""
+    if WeightQueue.active is None:
+        return product()
+    WeightQueue.active.waiting.append((weight, product))
+    return None
 
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch import fx
 
 from ..cluster import CPU_CORE, LOOPBACK, Device, Link
 from ..model import ROWS, TensorInfo
-from .layout import PARTIAL, WHOLE, Layout, Layouts, Split
+from .layout import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Layouts,
+    Square,
+    is_column,
+    parts_of,
+    side,
+    splits,
+)
 from .rules import flops, op_name
 
 FORBIDDEN = 1e6
@@ -19,12 +28,16 @@ VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "tra
 
 
 class Prices(NamedTuple):
-    """A device, a link per tensor axis, and what a byte kept through the step is worth."""
+    """A device, a link per tensor axis, and what a byte kept through the step is worth.
+
+    `hides`: the part of a message that goes on under a matmul (a CPU copies its messages itself).
+    """
 
     device: Device = CPU_CORE
     links: tuple[Link, ...] = (LOOPBACK,)
     memory_s_per_byte: float = 0.0
     rows: int = 1
+    hides: float = 1.0
 
 
 class Move(NamedTuple):
@@ -40,9 +53,10 @@ def moves(source: Layouts, target: Layouts) -> list[Move]:
     now, steps = list(source), []
 
     def go(axis: int, layout: Layout) -> None:
-        if now[axis] != layout:
-            steps.append(Move(axis, now[axis], layout))
-            now[axis] = layout
+        for stop in (_detour(now[axis], layout), layout):
+            if now[axis] != stop:
+                steps.append(Move(axis, now[axis], stop))
+                now[axis] = stop
 
     for axis, layout in enumerate(target):
         if now[axis] == layout:
@@ -54,28 +68,53 @@ def moves(source: Layouts, target: Layouts) -> list[Move]:
     return steps
 
 
+def _detour(source: Layout, target: Layout) -> Layout:
+    """What a value has to become first: parts within different outer parts are not exchanged."""
+    if is_column(source) and source.skew == "p" and source != target:
+        return PARTIAL
+    if isinstance(source, str) or isinstance(target, str) or source == target:
+        return target
+    if is_column(source) or is_column(target):
+        return WHOLE
+    outers = {split.dim: split.outer for split in splits(source)}
+    alike = all(outers.get(split.dim, split.outer) == split.outer for split in splits(target))
+    return target if alike else WHOLE
+
+
 def _same_dim(a: Layout, b: Layout) -> bool:
-    return isinstance(a, Split) and isinstance(b, Split) and a.dim == b.dim
+    """Whether both cut one dim."""
+    if isinstance(a, str) or isinstance(b, str):
+        return False
+    return any(x.dim == y.dim for x in splits(a) for y in splits(b))
 
 
 def move_seconds(move: Move, num_bytes: float, parts: int, prices: Prices) -> float:
     """Seconds of one conversion of a value that is `num_bytes` when whole on this axis."""
     link, share = prices.links[move.axis], (parts - 1) / parts
     touch = num_bytes / prices.device.memory_bytes_per_s
-    match (move.source, move.target):
-        case (str(a), Split()) if a == WHOLE:
+    match (_nature(move.source), _nature(move.target)):
+        case ("R", "cut" | "column"):
             return touch / parts
-        case (str(a), str(b)) if a == WHOLE and b == PARTIAL:
+        case ("R", "P") | ("sums", "P"):
             return touch
-        case (str(a), str(b)) if a == PARTIAL and b == WHOLE:
+        case ("P", "R"):
             return link.latency_s + 2 * share * num_bytes / link.bytes_per_s
-        case (str(a), Split()) if a == PARTIAL:
+        case ("P", "cut"):
             return link.latency_s + link.scatter * share * num_bytes / link.bytes_per_s
-        case (Split(), str(b)) if b == WHOLE:
+        case ("cut" | "column", "R"):
             return link.latency_s + share * num_bytes / link.bytes_per_s
-        case (Split(), Split()):
+        case ("cut", "cut"):
             return link.latency_s + share * num_bytes / parts / link.bytes_per_s
     return FORBIDDEN
+
+
+def _nature(layout: Layout) -> str:
+    """What a conversion costs depends on this much of a layout."""
+    if isinstance(layout, str):
+        return layout
+    if not is_column(layout):
+        return "cut"
+    return "sums" if layout.skew == "p" else "column"
 
 
 def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tuple[int, ...],
@@ -83,8 +122,8 @@ def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tu
     """Seconds to bring a value from one set of layouts to another."""
     total, now = 0.0, list(source)
     for move in moves(source, target):
-        others = math.prod(parts for axis, parts in enumerate(mesh)
-                           if axis != move.axis and isinstance(now[axis], Split))  # fmt: skip
+        now[move.axis] = WHOLE
+        others = parts_of(mesh, tuple(now))
         total += move_seconds(move, num_bytes / others, mesh[move.axis], prices)
         now[move.axis] = move.target
     return total
@@ -93,9 +132,27 @@ def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tu
 def reduce_seconds(grad: Layouts, num_bytes: float, mesh: tuple[int, ...],
                    prices: Prices) -> float:  # fmt: skip
     """Seconds to sum a partial gradient once per step; it travels in a bucket, so no latency."""
-    return sum(2 * (parts - 1) / parts * num_bytes / link.bytes_per_s
-               for layout, parts, link in zip(grad, mesh, prices.links, strict=True)
-               if layout == PARTIAL)  # fmt: skip
+    own = num_bytes / parts_of(mesh, tuple(x if isinstance(x, Square) else WHOLE for x in grad))
+    sums = [(side(parts) if _nature(layout) == "sums" else parts, link)
+            for layout, parts, link in zip(grad, mesh, prices.links, strict=True)
+            if _nature(layout) in ("P", "sums")]  # fmt: skip
+    return sum(2 * (n - 1) / n * own / link.bytes_per_s for n, link in sums)
+
+
+def ring_waits(forward: float, n: int, blocks: dict[str, float], link: Link,
+               hides: float) -> tuple[float, float]:  # fmt: skip
+    """Seconds that a linear in n steps per phase (spatial.py) waits for messages: (forward, back).
+
+    `forward`: its computation forward on this device; `blocks`: bytes of a block of the operand
+    (i), the weight (w) and the result (o).
+    """
+    i, w, o = (blocks[skew] for skew in "iwo")
+
+    def wait(size: float) -> float:
+        message = link.latency_s + size / link.bytes_per_s
+        return (1 - hides) * message + max(0.0, hides * message - forward / n)
+
+    return (n - 1) * wait(i + w), (n - 1) * (wait(o + w) + wait(i + o)) + wait(w)
 
 
 def num_bytes(info: TensorInfo | tuple[TensorInfo, ...], rows: int) -> int:

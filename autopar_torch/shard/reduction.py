@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..model import ModelGraph
 from ..plan import Plan
 from .holdings import Holding, Team, all_holdings, team_of
-from .layout import Split, local_shape
+from .layout import local_shape
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -59,8 +59,7 @@ class Share(NamedTuple):
 
 def is_stacked(holding: Holding) -> bool:
     """Whether the boxes of a part lie one after the other along dim 0."""
-    cuts = [x for x in holding.forms.value if isinstance(x, Split)]
-    return all(x.outer == 1 or x.dim == 0 for x in cuts)
+    return all(cut.split.outer == 1 or cut.split.dim == 0 for cut in holding.cuts)
 
 
 def shares_of(plan: Plan, graph: ModelGraph, rank: int,

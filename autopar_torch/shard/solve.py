@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from torch import fx
@@ -25,9 +25,14 @@ from .layout import (
     Layout,
     Layouts,
     Split,
+    Square,
     Strategy,
+    all_cuts,
     grad_layout,
+    is_cut,
+    layouts_text,
     parts_of,
+    side,
 )
 from .price import (
     FORBIDDEN,
@@ -37,8 +42,11 @@ from .price import (
     op_costs,
     param_costs,
     reduce_seconds,
+    ring_waits,
 )
-from .rules import strategies
+from .square import all_strategies
+
+Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
 
 
 class Choice(NamedTuple):
@@ -48,6 +56,13 @@ class Choice(NamedTuple):
     out: Layouts
     text: str
     share: int  # the work is divided by this
+
+    @property
+    def ring(self) -> int | None:
+        """The axis on which a linear runs in steps (spatial.py)."""
+        skewed = (k for form in self.ins for k, x in enumerate(form.value)
+                  if isinstance(x, Square) and x.skew == "w")  # fmt: skip
+        return next(skewed, None)
 
     @property
     def made(self) -> Forms:
@@ -71,14 +86,12 @@ def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool
     """Whether a value can be cut so. Rows of the batch are for replicas, never for tensor axes."""
     sizes = list(shape)
     outers: dict[int, int] = {}
-    for layout, parts in zip(layouts, mesh, strict=True):
-        if not isinstance(layout, Split):
-            continue
-        size, outer = sizes[layout.dim], layout.outer
+    for (dim, outer), parts, _ in all_cuts(layouts, mesh):
+        size = sizes[dim]
         inner = size // outer if size % outer == 0 else 1
-        if inner % ROWS == 0 or inner % parts or outers.setdefault(layout.dim, outer) != outer:
+        if inner % ROWS == 0 or inner % parts or outers.setdefault(dim, outer) != outer:
             return False
-        sizes[layout.dim] //= parts
+        sizes[dim] //= parts
     return True
 
 
@@ -92,7 +105,11 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
     shapes = [_shape(n.meta["info"]) for n in inputs]
     out_shape = _shape(node.meta["info"]) if node.meta.get("info") is not None else ()
     found = []
-    for picked in itertools.product(per_axis, repeat=len(mesh)):
+    flat = [s for s in per_axis if not s.is_square]
+    options = [per_axis if side(parts) else flat for parts in mesh]
+    for picked in itertools.product(*options):
+        if sum(s.is_square for s in picked) > 1:
+            continue
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
                     for k in range(len(inputs)))  # fmt: skip
         out = tuple(s.out for s in picked)
@@ -119,14 +136,14 @@ def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
 
     The gradient of a whole one may stay partial: it is reduced once per step, not per use.
     """
-    options: list[Layout] = [WHOLE]
-    if shared:
-        options += [Split(d) for d in range(len(info.shape))]
-    else:
-        options += sorted({x for form in readers for x in form.value if isinstance(x, Split)})
-    return [Forms(o, tuple(x if isinstance(x, Split) else PARTIAL for x in o))
-            for o in itertools.product(options, repeat=len(mesh))
-            if legal(info.shape, o, mesh)]  # fmt: skip
+    cuts: set[tuple[Layout, Layout]] = {(Split(d), Split(d)) for d in range(len(info.shape))}
+    if not shared:
+        cuts = {pair for form in readers for pair in zip(*form, strict=True) if is_cut(pair[0])}
+    flat = [pair for pair in cuts if not isinstance(pair[0], Square)]
+    options = [[(WHOLE, PARTIAL), *sorted(cuts if side(parts) else flat, key=layouts_text)]
+               for parts in mesh]  # fmt: skip
+    forms = [Forms(*zip(*picked, strict=True)) for picked in itertools.product(*options)]
+    return [form for form in forms if legal(info.shape, form.value, mesh)]
 
 
 class _Problem:
@@ -176,21 +193,22 @@ class _Problem:
 def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
              shared: frozenset[str] = frozenset(),
              pinned: dict[str, list[Forms]] | None = None,
-             options: dict[fx.Node, list[Strategy]] | None = None) -> KindTable:  # fmt: skip
+             options: dict[fx.Node, list[Strategy]] | None = None,
+             spatial: Spatial = "free") -> KindTable:  # fmt: skip
     """Solve a kind for every combination of the forms at its borders."""
     problem = _Problem(graph, mesh, prices)
-    per_axis = options if options is not None else strategies(graph)
+    per_axis = options if options is not None else all_strategies(graph, mesh)
     output = graph.find_nodes(op="output")[0]
-    choices = {n: combine(n, s, mesh) for n, s in per_axis.items()}
+    choices = {n: _allowed(combine(n, s, mesh), spatial) for n, s in per_axis.items()}
     readers = _readers(graph, choices)
     borders: dict[str, list[Forms]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             _add_slot(problem, node, readers.get(node, []), shared, pinned or {}, borders)
         elif node.op == "call_function":
-            seconds, kept = op_costs(node, prices)
-            share = 1.0 / np.array([c.share for c in choices[node]])
-            problem.add(node.name, len(choices[node]), seconds * share, kept * share)
+            whole = op_costs(node, prices)
+            costs = [_op_costs(problem, node, c, whole) for c in choices[node]]
+            problem.add(node.name, len(costs), *np.array(costs).T)
             problem.made[node.name] = [c.made for c in choices[node]]
     for k, node in enumerate(output.args[0]):  # type: ignore[arg-type]
         slot = f"y{k}"
@@ -204,6 +222,39 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
     forms = {**problem.forms, **_param_forms(problem)}
     return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
                      solution)  # fmt: skip
+
+
+def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
+    """With "always", a linear that can run in a ring does."""
+    rings = [c for c in choices if c.ring is not None]
+    if spatial == "never":
+        return [c for c in choices if not any(isinstance(x, Square) for x in c.out)]
+    return rings if rings and spatial == "always" else choices
+
+
+def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
+              whole: tuple[float, float]) -> tuple[float, float]:  # fmt: skip
+    """Seconds and kept bytes of an op under a choice."""
+    seconds, kept = (cost / choice.share for cost in whole)
+    if choice.ring is None:
+        return seconds, kept
+    *waits, block = ring_costs(node, choice, problem.mesh, problem.prices, seconds / 3)
+    return seconds + sum(waits), kept + block
+
+
+def ring_costs(node: fx.Node, choice: Choice, mesh: tuple[int, ...], prices: Prices,
+               forward: float) -> tuple[float, float, float]:  # fmt: skip
+    """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
+    axis = cast(int, choice.ring)
+    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
+    values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
+    blocks = {
+        layout.skew: num_bytes(value.meta["info"], prices.rows) / parts_of(mesh, layouts)
+        for value, layouts in values
+        if isinstance(layout := layouts[axis], Square) and layout.row is not None
+    }
+    waits = ring_waits(forward, side(mesh[axis]), blocks, prices.links[axis], prices.hides)
+    return (*waits, blocks["i"])
 
 
 def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:

@@ -48,6 +48,7 @@ class Watch:
 
 
 _listening: list[Watch] = []
+_inside: list[str] = []  # marked functions under way: those they call are part of them
 
 
 @contextlib.contextmanager
@@ -66,10 +67,14 @@ def heard(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _listening:
+        if not _listening or _inside:
             return function(*args, **kwargs)
         start, core = stamp(), time.thread_time()
-        result = function(*args, **kwargs)
+        _inside.append(function.__name__)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _inside.pop()
         core = time.thread_time() - core
         for watch in _listening:
             watch.note(function.__name__, start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
@@ -14,21 +16,36 @@ from .tasks import StepTasks
 
 
 def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
-             start_s: float = 0.0) -> Timeline:  # fmt: skip
-    """One step of `num_rows` rows, starting `start_s` into the cluster's changes."""
+             start_s: float = 0.0, draws: int = 0) -> Timeline:  # fmt: skip
+    """One step of `num_rows` rows, starting `start_s` into the cluster's changes.
+
+    With `draws`, the median of so many steps whose computing times vary as measured.
+    """
     costs = Costs(plan, graph, lookup(profile))
-    tasks = StepTasks(costs, num_rows).build()
-    times = fluid.run(tasks, capacities(profile.cluster, start_s))
+    chances: list[random.Random | None] = [None]
+    if draws and not profile.jitter.quiet:
+        chances = [random.Random(seed) for seed in range(draws)]
+    steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
+    steps.sort(key=lambda step: step[1])
+    spans, step_s = steps[len(steps) // 2]
+    return Timeline(spans, step_s, memory.peaks(costs, num_rows))
+
+
+def _step(costs: Costs, num_rows: int, start_s: float,
+          draw: random.Random | None) -> tuple[tuple[Span, ...], float]:  # fmt: skip
+    tasks = StepTasks(costs, num_rows, draw).build()
+    times = fluid.run(tasks, capacities(costs.profile.profile.cluster, start_s))
     spans = tuple(
         Span(rank, task.stream, task.name, start, end)
         for task, (start, end) in zip(tasks, times, strict=True) if end > start
         for rank in task.ranks
     )  # fmt: skip
-    step_s = max((end for _, end in times), default=0.0)
-    return Timeline(spans, step_s, memory.peaks(costs, num_rows))
+    return spans, max((end for _, end in times), default=0.0)
 
 
 def capacities(cluster: Cluster, start_s: float) -> list[fluid.Capacity]:
-    """The cluster's changes as capacities: `core 3` or `link 0`, as the tasks name them."""
-    return [fluid.Capacity(max(0.0, c.at_s - start_s), c.name, c.factor)
-            for c in cluster.changes]  # fmt: skip
+    """The cluster's changes, named as the tasks name what they need: `core 3`, `link 0`."""
+    ways = (" out", " in")
+    return [fluid.Capacity(max(0.0, c.at_s - start_s), c.name + way, c.factor)
+            for c in cluster.changes
+            for way in (ways if c.name.startswith("link") else ("",))]  # fmt: skip

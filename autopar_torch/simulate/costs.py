@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..model import Block, ModelGraph, TensorInfo
 from ..plan import Plan, Sharding, Stage
-from ..profile import SPLIT, Lookup, Piece, sharding_key
+from ..profile import Lookup, Piece, cell_key
 from ..shard.holdings import all_holdings
 from ..shard.layout import local_shape, parse_forms
 from ..shard.reduction import Share, buckets_of, shares_of
@@ -138,10 +138,10 @@ class Costs:
             rank, blocks,
             tuple(self._bucket(group, first, last) for group in groups),
             tuple(self._gathers(trained)),
-            param_bytes=sum(_held_bytes(s, copies) for s in mine),
+            param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
             grad_bytes=sum(_bytes(s.local, s.dtype) for s in trained),
             owned_bytes=float(sum(s.num_owned * _item(s.dtype) for s in trained)),
-            largest_bytes=max((s.num_owned * _item(s.dtype) for s in trained), default=0),
+            largest_bytes=max((s.num_local * _item(s.dtype) for s in trained), default=0),
             num_tensors=len(trained),
         )  # fmt: skip
 
@@ -168,12 +168,16 @@ class Costs:
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
-        split = SPLIT if self.plan.schedule == "zero_bubble" else ""
-        key = sharding_key(sharding_of(self.plan, stage, index)) + split
-        piece = self.profile.piece(block.kind, key, rows)
-        gather = self._gather_work(block, rank)
+        split = self.plan.schedule == "zero_bubble"
         again = stage.recompute and not self.graph.kind_of(index).mutates
-        return block_work(piece, gather, again)
+        key = cell_key(sharding_of(self.plan, stage, index), split, again)
+        piece = self.profile.piece(block.kind, key, rows)
+        return block_work(piece, self._gather_work(block, rank), self._gathered_bytes(block, rank))
+
+    def _gathered_bytes(self, block: Block, rank: int) -> float:
+        """Of parameters that are whole only while the block runs, and of their pieces."""
+        own = [self.shares[rank][name] for name in block.params.values()]
+        return sum(2.0 * s.num_local * _item(s.dtype) for s in own if self._per_use(s))
 
     def _gather_work(self, block: Block, rank: int) -> Work:
         """ZeRO 3: what a block gathers before it runs, forward and backward."""
@@ -188,18 +192,16 @@ class Costs:
         return work
 
 
-def block_work(piece: Piece, gather: Work, recompute: bool) -> BlockWork:
-    """A piece, with what is gathered and computed again."""
-    forward = Work(piece.forward_s, piece.comm_forward_s)
-    again = forward if recompute else Work()
+def block_work(piece: Piece, gather: Work, gathered: float = 0.0) -> BlockWork:
+    """A piece, with what is gathered for it."""
     return BlockWork(
-        forward + gather,
-        Work(piece.backward_s, piece.comm_backward_s) + gather + again,
-        Work(piece.input_s, piece.comm_backward_s) + gather + again,
+        Work(piece.forward_s, piece.comm_forward_s) + gather,
+        Work(piece.backward_s, piece.comm_backward_s) + gather,
+        Work(piece.input_s, piece.comm_backward_s) + gather,
         Work(piece.weight_s),
-        kept_bytes=piece.out_bytes if recompute else piece.kept_bytes,
-        forward_bytes=piece.forward_bytes,
-        backward_bytes=piece.backward_bytes + (piece.kept_bytes if recompute else 0.0),
+        kept_bytes=piece.kept_bytes,
+        forward_bytes=piece.forward_bytes + gathered,
+        backward_bytes=piece.backward_bytes + gathered,
         stash_bytes=piece.stash_bytes,
     )
 
@@ -218,9 +220,11 @@ def _bytes(shape: Sequence[int], dtype: str) -> float:
     return float(math.prod(shape) * _item(dtype))
 
 
-def _held_bytes(share: Share, copies: bool) -> float:
+def _held_bytes(share: Share, copies: bool, per_use: bool) -> float:
     """What stays of a parameter between steps: its own part, and a leaf where that differs."""
     own = share.num_owned * _item(share.dtype)
+    if per_use:
+        return own
     if share.zero:
         leaf = share.num_local * (2 if copies else _item(share.dtype))
         return own + leaf

@@ -46,14 +46,13 @@ def _position(costs: Costs, index: int, replica: Replica, lane: Sequence[Action]
     for place, rank in enumerate(replica.stages[stages[0]].devices):
         per_stage = {s: {n: costs.stage(index, s, n).ranks[place] for n in set(counts)}
                      for s in stages}  # fmt: skip
-        sent = {s: {n: costs.stage(index, s, n).send_bytes for n in set(counts)} for s in stages}
-        found[rank] = _rank(costs, per_stage, sent, lane, counts, states)
+        came = {s: costs.stage(index, s, counts[0]).back_bytes for s in stages}
+        found[rank] = _rank(costs, per_stage, came, lane, counts, states)
     return found
 
 
-def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]],
-          sent: dict[int, dict[int, float]], lane: Sequence[Action], counts: Sequence[int],
-          states: int) -> Memory:  # fmt: skip
+def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]], came: dict[int, float],
+          lane: Sequence[Action], counts: Sequence[int], states: int) -> Memory:  # fmt: skip
     own = [next(iter(by_rows.values())) for by_rows in per_stage.values()]
     owned = sum(cost.owned_bytes for cost in own)
     fixed = Memory(params=int(sum(c.param_bytes for c in own)), optimizer=int(states * owned),
@@ -66,7 +65,7 @@ def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]],
             continue
         rows = counts[action.micro_batch]
         cost = per_stage[action.stage][rows]
-        size = sum(b.kept_bytes for b in cost.blocks) + sent[action.stage][rows]
+        size = sum(b.kept_bytes for b in cost.blocks) + came[action.stage]
         if action.op is Op.F:
             _forward(peak, cost.blocks, kept, grads)
             kept += size
@@ -76,10 +75,11 @@ def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]],
             _backward(peak, cost.blocks, kept, grads, cost.grad_bytes)
             grads += cost.grad_bytes
         else:
-            _backward(peak, cost.blocks, kept, grads, 0.0)
+            _backward(peak, cost.blocks, kept, grads, 0.0, cost.largest_bytes)
         if action.op is not Op.I:
             kept -= size
-    _sums(peak, own, grads)
+    again = costs.plan.zero >= 2 and len(counts) > 1
+    _sums(peak, own, grads, again)
     peak.see(0.0, max((2 * c.largest_bytes for c in own), default=0.0), owned)
     return peak.most
 
@@ -91,18 +91,22 @@ def _forward(peak: Peak, blocks: Sequence[BlockWork], kept: float, grads: float)
 
 
 def _backward(peak: Peak, blocks: Sequence[BlockWork], kept: float, grads: float,
-              growth: float) -> None:  # fmt: skip
-    """Kept values go block by block, from the last; gradients come."""
+              growth: float, added: float = 0.0) -> None:  # fmt: skip
+    """Kept values go block by block, from the last; gradients come, or are `added` to others."""
     share = growth / len(blocks) if blocks else 0.0
     for block in reversed(blocks):
         grads += share
-        peak.see(kept, block.backward_bytes, grads)
+        peak.see(kept, block.backward_bytes + added, grads)
         kept -= block.kept_bytes
 
 
-def _sums(peak: Peak, own: Sequence[RankCost], grads: float) -> None:
-    """Messages lie beside the gradients that they are packed from."""
+def _sums(peak: Peak, own: Sequence[RankCost], grads: float, again: bool) -> None:
+    """Messages lie beside the gradients that they are packed from; ZeRO receives as much as it
+    sends, and adds the first sum before it lets go of anything."""
     buckets = [b for cost in own for b in cost.buckets if len(b.ranks) > 1]
+    zero = [b for b in buckets if b.op == "scatter"]
     packed = sum(b.num_bytes * (2 if b.op == "scatter" else 1) for b in buckets)
-    largest = max((b.num_bytes for b in buckets), default=0.0)
-    peak.see(0.0, 0.0, max(0.0, grads - packed), packed + largest)
+    first = max((b.num_bytes / len(b.ranks) for b in zero), default=0.0)
+    whole = max((b.num_bytes for b in buckets if b.op == "sum"), default=0.0)
+    sums = sum(b.num_bytes / len(b.ranks) for b in zero) if again else 0.0
+    peak.see(0.0, 0.0, max(0.0, grads - packed) + sums, packed + max(first, whole))

@@ -55,6 +55,7 @@ def _cells(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):
+                again = stage.recompute and not graph.kind_of(block).mutates
                 for rows in {end - start for start, end in spans}:
                     sharding = sharding_of(plan, stage, block)
-                    yield CellNeed(graph.blocks[block].kind, sharding, rows, split)
+                    yield CellNeed(graph.blocks[block].kind, sharding, rows, split, again)

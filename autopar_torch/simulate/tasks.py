@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from .. import schedule as schedules
@@ -22,7 +23,11 @@ def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> sched
 class StepTasks:
     """Tasks of one training step; `tasks` is complete after `build`."""
 
-    def __init__(self, costs: Costs, num_rows: int) -> None:
+    def __init__(self, costs: Costs, num_rows: int, draw: random.Random | None = None) -> None:
+        """With `draw`, computing times vary as they were seen to vary."""
+        self.draw, self.jitter = draw, costs.profile.profile.jitter
+        self.pace = {rank: draw.choice(self.jitter.rank) if draw else 1.0
+                     for rank in costs.plan.devices}  # fmt: skip
         self.costs, self.cluster = costs, costs.profile.profile.cluster
         self.overheads = costs.profile.profile.overheads
         self.rows = costs.plan.micro_batches(num_rows)
@@ -53,16 +58,22 @@ class StepTasks:
         return len(self.tasks) - 1
 
     def _exchange(self, ranks: Sequence[int], name: str, seconds: float, core: float,
-                  after: Sequence[int]) -> int:  # fmt: skip
+                  after: Sequence[int], one_way: bool = False) -> int:  # fmt: skip
         """Communication among ranks; those who wait for it are told by the caller."""
         needs: dict[str, float] = {}
         for rank in ranks:
             key = f"core {self.cluster.core(rank)}"
             needs[key] = min(1.0, needs.get(key, 0.0) + core)
-        nodes = {self.cluster.node_of[rank] for rank in ranks}
-        if len(nodes) > 1:
-            needs |= {f"link {node}": 1.0 for node in nodes}
+        needs |= self._ways(ranks, one_way)
         return self._add(Task(name, seconds, needs, tuple(after), tuple(ranks), COMM))
+
+    def _ways(self, ranks: Sequence[int], one_way: bool) -> dict[str, float]:
+        """Ways out of nodes and into them; a message takes one of each, a collective all."""
+        nodes = [self.cluster.node_of[rank] for rank in ranks]
+        if len(set(nodes)) == 1:
+            return {}
+        out, into = (nodes[:1], nodes[1:]) if one_way else (nodes, nodes)
+        return {f"link {node} out": 1.0 for node in out} | {f"link {node} in": 1.0 for node in into}
 
     def _together(self, ranks: Sequence[int], name: str, op: str, num_bytes: float) -> None:
         """A collective that all its ranks wait for."""
@@ -138,7 +149,8 @@ class StepTasks:
             curve = self.costs.profile.curve("send", (source, target))
             after = [self.last[source]] if source in self.last else []
             self.moved[index, action, target] = self._exchange(
-                (source, target), str(action), curve.seconds(size), curve.core, after)  # fmt: skip
+                (source, target), str(action), curve.seconds(size), curve.core, after, one_way=True
+            )  # fmt: skip
 
     def _run(self, index: int, replica: Replica, action: Action, final: bool) -> None:
         """Computation of a stage; its last backward goes block by block, as gradients appear."""
@@ -146,17 +158,45 @@ class StepTasks:
         cost = self.costs.stage(index, action.stage, rows)
         stage, name, what = replica.stages[action.stage], str(action), _PART[action.op]
         blocks = range(*(stage.blocks or (0, 0)))
-        groups = [[b] for b in reversed(blocks)] if final else [list(blocks)]
+        apart = final or self.costs.plan.zero == 3
+        order = blocks if action.op is Op.F else list(reversed(blocks))
+        groups = [[b] for b in order] if apart else [list(order)]
         self._before(cost.ranks, action, name)
         for group in groups:
             for rank_cost in cost.ranks:
                 works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
-                self._compute(rank_cost.rank, name, sum(w.compute_s for w in works))
+                self._compute(rank_cost.rank, name, self._varied(rank_cost.rank, works))
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
                         self._tensor_core(stage.devices))  # fmt: skip
+            if final and self.costs.plan.zero == 3:
+                self._sum_now(cost.ranks, group[0])
             if final:
                 self.ended |= {(rank, group[0]): self.last[rank] for rank in stage.devices
                                if rank in self.last}  # fmt: skip
+
+        if action.op in (Op.B, Op.W) and not final and self.costs.plan.zero >= 2:
+            self._sum_now(cost.ranks)
+
+    def _varied(self, rank: int, works: Sequence[Work]) -> float:
+        if self.draw is None:
+            return sum(w.compute_s for w in works)
+        pick, factors = self.draw.choice, self.jitter.block
+        return self.pace[rank] * sum(w.compute_s * pick(factors) for w in works)
+
+    def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
+        """Sums that this rank waits for: of all buckets, or of those complete with a block.
+
+        ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
+        two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.
+        All replicas do this at the same point, so one of them stands for the team.
+        """
+        for cost in ranks:
+            for bucket in cost.buckets:
+                if bucket.op == "scatter" and block in (None, bucket.block):
+                    curve = self.costs.profile.curve(bucket.op, bucket.ranks)
+                    packing = bucket.num_bytes * self.overheads.copy_s_per_byte
+                    seconds = curve.seconds(bucket.num_bytes) + packing
+                    self._joint((cost.rank,), "scatter", seconds, curve.core)
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
         for cost in ranks:
@@ -173,11 +213,13 @@ class StepTasks:
         return curve.core if curve else 0.5
 
     def _reduce(self) -> None:
-        """Sums of gradients, each as soon as all its ranks have made theirs, one after another."""
-        streams: dict[int, int] = {}
+        """Sums of gradients, each as soon as all its ranks have made theirs; a team does one after
+        another."""
+        streams: dict[tuple[int, ...], int] = {}
         for cost in self._all_ranks():
             for bucket in cost.buckets:
-                if len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
+                done = bucket.op == "scatter" and self.costs.plan.zero == 3
+                if done or len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
                     continue
                 self._bucket(bucket, streams)
 
@@ -197,16 +239,16 @@ class StepTasks:
             found[cost.rank] = cost
         return [found[rank] for rank in sorted(found)]
 
-    def _bucket(self, bucket: Bucket, streams: dict[int, int]) -> None:
+    def _bucket(self, bucket: Bucket, streams: dict[tuple[int, ...], int]) -> None:
         ready = [self.ended.get((rank, bucket.block), self.last.get(rank)) for rank in bucket.ranks]
         after = {task for task in ready if task is not None}
-        after |= {streams[rank] for rank in bucket.ranks if rank in streams}
+        after |= {streams[bucket.ranks]} if bucket.ranks in streams else set()
         curve = self.costs.profile.curve(bucket.op, bucket.ranks)
         packing = bucket.num_bytes * self.overheads.copy_s_per_byte
         task = self._exchange(bucket.ranks, "reduce", curve.seconds(bucket.num_bytes) + packing,
                               curve.core, sorted(after))  # fmt: skip
+        streams[bucket.ranks] = task
         for rank in bucket.ranks:
-            streams[rank] = task
             self.reduced.setdefault(rank, []).append(task)
 
     def _finish(self) -> None:

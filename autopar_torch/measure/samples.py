@@ -1,0 +1,82 @@
+"""Samples of blocks into numbers: what a block takes, and how that varies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .stats import mean, median
+
+
+class Sample(NamedTuple):
+    """One run: on the clock, on this thread's core, and exchanging."""
+
+    wall_s: float
+    core_s: float
+    comm_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.wall_s - self.comm_s
+
+
+class Scales(NamedTuple):
+    """Factors from medians of single blocks to what they add up to."""
+
+    compute: float = 1.0  # of core seconds
+    comm: float = 1.0
+
+
+Columns = Sequence[Sequence[Sample]]  # per block and phase: its samples, one a round
+
+
+def scales(own: Columns, ranks_per_core: int, exchanges: bool) -> Scales:
+    """Whole rounds are what counts: their medians are met by the sum of the blocks.
+
+    A core that is shared or throttled stops for milliseconds, and a rank is late for milliseconds,
+    seldom within a short block. Where ranks share a core, each has computed for its part of the
+    round, and what an exchange takes is what is left of it.
+    """
+    core = sum(median([s.core_s for s in samples]) for samples in own)
+    comm = sum(median([s.comm_s for s in samples]) for samples in own)
+    if not core:
+        return Scales()
+
+    def whole(value: Callable[[Sample], float]) -> float:
+        return median(_rounds(own, value))
+
+    if ranks_per_core == 1:
+        left = whole(lambda s: s.comm_s)
+        return Scales(whole(lambda s: s.compute_s) / core, left / comm if comm else 1.0)
+    if not exchanges:
+        return Scales(whole(lambda s: s.wall_s) / ranks_per_core / core)
+    left = whole(lambda s: s.wall_s - ranks_per_core * s.core_s)
+    return Scales(whole(lambda s: s.core_s) / core, max(0.0, left) / comm if comm else 1.0)
+
+
+def _rounds(own: Columns, value: Callable[[Sample], float]) -> list[float]:
+    count = min((len(samples) for samples in own), default=0)
+    return [sum(value(samples[k]) for samples in own) for k in range(count)]
+
+
+def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
+    """(computing, exchanging) of one block."""
+    if not samples:
+        return 0.0, 0.0
+    core = median([s.core_s for s in samples])
+    return core * scale.compute, median([s.comm_s for s in samples]) * scale.comm
+
+
+def jitter(own: Columns) -> tuple[list[float], list[float]]:
+    """(factors of whole rounds, factors of single runs beside their round, one on average)."""
+    totals = _rounds(own, lambda s: s.compute_s)
+    if not totals:
+        return [], []
+    rounds = [total / max(median(totals), 1e-9) for total in totals]
+    typical = [median([s.compute_s for s in samples]) for samples in own]
+    least = sum(typical) / len(typical) / 4  # smaller ones are mostly clock
+    single = [samples[k].compute_s / max(m * rounds[k], 1e-9)
+              for samples, m in zip(own, typical, strict=True) if m > least
+              for k in range(len(totals))]  # fmt: skip
+    middle = mean(single) if single else 1.0
+    return rounds, [x / middle for x in single]

@@ -1,0 +1,61 @@
+"""Timelines as one Perfetto file: a process per rank, a thread per stream, arrows for messages."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..timeline import COMM, COMPUTE, Memory, Span, Timeline
+
+Event = dict[str, Any]
+_THREADS = {COMPUTE: 0, COMM: 1}
+_STEP = 1000  # process ids of one timeline
+
+
+def export(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
+    """Several timelines side by side, like {"predicted": ..., "measured": ...}."""
+    events = [event for place, (label, timeline) in enumerate(timelines.items())
+              for event in _events(label, timeline, place * _STEP)]  # fmt: skip
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _events(label: str, timeline: Timeline, base: int) -> Iterator[Event]:
+    for rank in timeline.ranks:
+        yield _name("process_name", base + rank, 0, f"{label} rank {rank}")
+        for stream, thread in _THREADS.items():
+            yield _name("thread_name", base + rank, thread, stream)
+    for span in timeline.spans:
+        yield {"ph": "X", "name": span.name, "pid": base + span.rank,
+               "tid": _THREADS.get(span.stream, 2), "ts": span.start_s * 1e6,
+               "dur": (span.end_s - span.start_s) * 1e6}  # fmt: skip
+    yield from _arrows(timeline, base)
+    for rank, memory in enumerate(timeline.memory):
+        yield {"ph": "C", "name": "peak memory, MiB", "pid": base + rank, "ts": 0,
+               "args": _parts(memory)}  # fmt: skip
+
+
+def _arrows(timeline: Timeline, base: int) -> Iterator[Event]:
+    """A message is one span on its two ranks: from the one that computed it to the other."""
+    pairs: dict[tuple[str, float], list[Span]] = {}
+    for span in timeline.spans:
+        if "SEND" in span.name:
+            pairs.setdefault((span.name, span.start_s), []).append(span)
+    for number, spans in enumerate(pairs.values()):
+        if len(spans) == 2:
+            for phase, span, at in (("s", spans[0], spans[0].start_s),
+                                    ("f", spans[1], spans[1].end_s)):  # fmt: skip
+                yield {"ph": phase, "bp": "e", "cat": "message", "name": span.name,
+                       "id": base + number, "pid": base + span.rank, "tid": _THREADS[COMM],
+                       "ts": at * 1e6}  # fmt: skip
+
+
+def _parts(memory: Memory) -> dict[str, float]:
+    return {name: round(getattr(memory, name) / 2**20, 3) for name in memory.__struct_fields__}
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

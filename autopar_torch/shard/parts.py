@@ -1,0 +1,100 @@
+"""Parts of tensors: cut off, put together, and where the parts of two cuts overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import Cut, Part, Split, cuts, splits
+
+Box = tuple[slice, ...]
+
+
+def part(x: Tensor, cut: Part) -> Tensor:
+    """One of the equal parts of a value along a dim."""
+    (dim, outer), parts, place = cut
+    if outer == 1:
+        return x.chunk(parts, dim)[place].contiguous()
+    pieces = x.unflatten(dim, (outer, -1)).chunk(parts, dim + 1)
+    return pieces[place].flatten(dim, dim + 1).contiguous()
+
+
+def piece(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
+    """What one rank of an axis has of a whole value."""
+    for cut in cuts(layout, parts, index):
+        x = part(x, cut)
+    return x
+
+
+def join(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
+    """The whole value from the pieces of all ranks."""
+    if not isinstance(layout, Split):
+        return _assemble(pieces, layout)
+    if layout.outer == 1:
+        return torch.cat(list(pieces), layout.dim)
+    opened = [p.unflatten(layout.dim, (layout.outer, -1)) for p in pieces]
+    return torch.cat(opened, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
+
+
+def _assemble(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
+    frame = Frame(pieces[0], layout, len(pieces))
+    whole = pieces[0].new_empty(frame.sizes)
+    for index, own in enumerate(pieces):
+        whole[frame.box(layout, index)] = frame.open(own)
+    return frame.close(whole)
+
+
+def padded(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
+    """A whole value that is zero outside of one rank's piece."""
+    frame = Frame(x, layout, parts)
+    whole = x.new_zeros(frame.sizes)
+    whole[frame.box(layout, index)] = frame.open(x)
+    return frame.close(whole)
+
+
+class Frame:
+    """The whole value of a piece, with outer parts as dims of their own: pieces become boxes."""
+
+    def __init__(self, own: Tensor, layout: Cut, parts: int, *others: Cut) -> None:
+        used = [split for cut in (layout, *others) for split in splits(cut)]
+        self.outers = {split.dim: split.outer for split in used if split.outer > 1}
+        self.parts = parts
+        self.sizes = list(self.open(own).shape)
+        for cut in cuts(layout, parts):
+            self.sizes[self._dim(cut.split)] *= cut.parts
+
+    def _dim(self, split: Split) -> int:
+        return split.dim + sum(dim <= split.dim for dim in self.outers)
+
+    def open(self, x: Tensor) -> Tensor:
+        for dim in sorted(self.outers, reverse=True):
+            x = x.unflatten(dim, (self.outers[dim], -1))
+        return x
+
+    def close(self, x: Tensor) -> Tensor:
+        for dim in sorted(self.outers):
+            x = x.flatten(dim, dim + 1)
+        return x
+
+    def box(self, layout: Cut, index: int) -> Box:
+        """Where one rank's piece lies in the whole."""
+        found = [slice(0, size) for size in self.sizes]
+        for split, parts, place in cuts(layout, self.parts, index):
+            dim = self._dim(split)
+            length = self.sizes[dim] // parts
+            found[dim] = slice(place * length, (place + 1) * length)
+        return tuple(found)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common, if anything."""
+    common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop))
+                   for x, y in zip(a, b, strict=True))  # fmt: skip
+    return common if all(x.start < x.stop for x in common) else None
+
+
+def inside(box: Box, of: Box) -> Box:
+    """A box as seen from the corner of the one it lies in."""
+    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, of, strict=True))

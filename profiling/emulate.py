@@ -1,0 +1,34 @@
+"""Run a command on emulated nodes: one rank each, links of a given speed, equal shares of cores.
+
+Needs what tests/netlab needs (Linux, root).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from netlab import Lab, Node
+
+TIMEOUT_S = 1500
+
+
+def nodes(count: int, rate_mbps: float) -> list[Node]:
+    """As many nodes as asked for; those that share a core get equal parts of it."""
+    cores = sorted(os.sched_getaffinity(0))
+    per_core = -(-count // len(cores))
+    return [Node(name=f"n{i}", cores=(cores[i % len(cores)],), cpu_share=1.0 / per_core,
+                 rate_mbps=rate_mbps) for i in range(count)]  # fmt: skip
+
+
+def run_in_lab(command: Sequence[str], count: int, bits_per_s: float) -> None:
+    """The command once per node; an error says which rank failed and how it ended."""
+    with Lab(nodes(count, bits_per_s / 1e6), weight=1024) as lab:
+        ended = lab.run(list(command), ranks_per_node=1, timeout_s=TIMEOUT_S)
+    for rank, (code, output) in enumerate(ended):
+        if code:
+            raise SystemExit(f"rank {rank} ended with {code}:\n{output[-3000:]}")

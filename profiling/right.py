@@ -1,0 +1,190 @@
+"""Is the recommended plan the measured best? Every feasible plan runs, interleaved.
+
+    python profiling/right.py --quick          # one combination
+    python profiling/right.py --json FILE      # all of them
+
+In each combination of model, batch, ranks and network `parallelize(model, confirm=4)` recommends,
+then every candidate of the search that fits is stepped in turn. Who is far behind after some rounds
+stops; the rest goes on, so the end is decided among the best. Regret: how much slower the
+recommended plan's median step is than the best one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
+
+from accuracy import NETWORKS, launch, pin  # noqa: E402
+
+CASES = [  # model, rows, ranks, network
+    ("gpt", 8, 2, "loopback"), ("gpt", 8, 2, "200 Mbit/s"), ("llama", 4, 2, "1 Gbit/s"),
+    ("vit", 8, 2, "200 Mbit/s"), ("gpt", 4, 4, "loopback"), ("llama", 4, 4, "1 Gbit/s"),
+    ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
+]  # fmt: skip
+RACE = ((3, 1.5), (8, 1.15), (14, 1.06), (30, 1.0))  # rounds, then who is slower by that stops
+LIMIT = 0.02
+
+
+class Runner:
+    """One plan with a model of its own."""
+
+    def __init__(self, make: Any, rows: int, plan: Any) -> None:
+        import torch
+
+        import autopar_torch as ap
+
+        model, self.batch = make(rows=rows)
+        self.model = ap.parallelize(model, self.batch, plan=plan)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        start = time.perf_counter()
+        out = self.model(**self.batch)
+        out.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def feasible(found: Any, traced: Any, known: Any, rows: int) -> list[Any]:
+    """Every candidate of the search that fits, each with its best borders."""
+    from autopar_torch.profile import Lookup
+    from autopar_torch.search.best import search
+
+    result = search(traced.graph, known.options, Lookup(known.profile), rows, exhaustive=True,
+                    kept=100_000)  # fmt: skip
+    best: dict[str, Any] = {}
+    for choice in (result.best, *result.runners_up):
+        plan = choice.plan
+        stages = [len(r.stages) for r in plan.replicas]
+        first = plan.replicas[0]
+        key = str((len(plan.replicas), stages, first.stages[0].axes, first.num_micro_batches,
+                   plan.schedule, plan.zero, first.stages[0].recompute))  # fmt: skip
+        best.setdefault(key, plan)
+    return list(best.values())
+
+
+def rank_main(model: str, rows: int, out: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from models import MODELS
+
+    import autopar_torch as ap
+    from autopar_torch import files
+    from autopar_torch.run import choose
+    from autopar_torch.run.observe import cluster_of
+    from autopar_torch.search.explain import short
+    from autopar_torch.search.space import Constraints
+    from autopar_torch.trace.call import take_apart
+
+    pin()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    os.environ["AUTOPAR_CACHE"] = str(Path(out).parent / "cache")
+    make = MODELS[model]
+    net, batch = make(rows=rows)
+    chosen = ap.parallelize(net, batch, confirm=4)
+    call, tensors = take_apart((), batch)
+    traced = chosen.retrace(call, True, ("loss",))
+    cluster = cluster_of(chosen.world)
+    known = choose._known(traced, call, tensors, {}, chosen.world, chosen.device, cluster,
+                          Constraints())  # fmt: skip
+    plans = feasible(chosen.found, traced, known, rows)
+    plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
+    runners = [Runner(make, rows, chosen.plan), *(Runner(make, rows, plan) for plan in plans)]
+    race(runners, chosen.world)
+    if dist.get_rank() == 0:
+        rows_out = [{"plan": short(r.model.plan), "seconds": r.seconds} for r in runners]
+        Path(out).write_text(json.dumps(rows_out))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def race(runners: list[Runner], world: Any) -> None:
+    """Rounds of all who are still in; the first is the recommended one and stays."""
+    import torch
+
+    for runner in runners:
+        runner.step()
+        runner.seconds.clear()
+    still, done = list(range(len(runners))), 0
+    for rounds, factor in RACE:
+        for k in range(done, rounds):
+            order = still[:]
+            random.Random(k).shuffle(order)
+            for i in order:
+                runners[i].step()
+        done = rounds
+        own = [statistics.median(r.seconds) for r in runners]
+        medians = (world.sum(torch.tensor(own, dtype=torch.float64)) / world.size).tolist()
+        limit = min(medians[i] for i in still) * factor
+        still = [i for i in still if medians[i] <= limit or i == 0] if factor > 1 else still
+
+
+def regret(rows: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    """Of the first row against the best of those that ran as often."""
+    first = rows[0]
+    last = [r for r in rows if len(r["seconds"]) == len(first["seconds"])]
+    best = min(last, key=lambda r: statistics.median(r["seconds"]))
+    ratios = [a / b for a, b in zip(first["seconds"], best["seconds"], strict=True)]
+    return statistics.median(ratios) - 1, best
+
+
+def show(row: dict[str, Any], best: dict[str, Any]) -> str:
+    def line(plan: dict[str, Any]) -> str:
+        return f"{statistics.median(plan['seconds']) * 1e3:8.1f} ms  {plan['plan']}"
+
+    return (f"{row['model']:6} {row['rows']} rows, {row['world']} ranks, {row['network']:10} "
+            f"{row['num_plans']:4} plans, regret {row['regret']:+6.1%}\n"
+            f"    recommended {line(row['plans'][0])}\n    best        {line(best)}")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", type=int, action="append", default=[])
+    parser.add_argument("--rank-main", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_main:
+        model, rows, out = args.rank_main
+        rank_main(model, int(rows), out)
+        return 0
+    picked = [CASES[i] for i in args.case] or (CASES[:1] if args.quick else CASES)
+    found = []
+    for model, rows, world, network in picked:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows.json"
+            launch([sys.executable, __file__, "--rank-main", model, str(rows), str(out)], world,
+                   NETWORKS[network])  # fmt: skip
+            measured = json.loads(out.read_text())
+        slower, best = regret(measured)
+        row = {"model": model, "rows": rows, "world": world, "network": network,
+               "regret": slower, "num_plans": len(measured) - 1, "plans": measured}  # fmt: skip
+        found.append(row)
+        print(show(row, best), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found))
+    worst = max(row["regret"] for row in found)
+    mean = statistics.mean(row["regret"] for row in found)
+    print(f"{len(found)} combinations, regret mean {mean:+.1%}, worst {worst:+.1%}")
+    return 0 if worst <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

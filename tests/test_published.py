@@ -1,0 +1,147 @@
+"""Claims about predictions from dimensions and datasheets alone."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from msgspec import structs
+
+from autopar_torch import schedule as schedules
+from autopar_torch.cluster import Hardware, hardware, known, named
+from autopar_torch.errors import PlanError
+from autopar_torch.schedule import Op
+from autopar_torch.simulate import closed, footprint
+from autopar_torch.simulate.roofline import Seconds, Worker
+from autopar_torch.simulate.transformer import ALL, Layout, Recipe, Transformer
+from autopar_torch.simulate.walk import walk
+
+PROFILING = Path(__file__).resolve().parent.parent / "profiling"
+GPT_22B = Transformer(48, 6144, 64, 64, 24576, 51200, 2048, gated=False, tied=True)
+LLAMA_8B = Transformer(32, 4096, 32, 8, 14336, 128256, 8192)
+SPREAD = Layout(tp=2, pp=2, dp=16, micro_rows=1, rows=128, sequence=True, zero=1)
+
+
+def worker(layout: Layout = SPREAD, machine: str = "H100", **changes: object) -> Worker:
+    return Worker(LLAMA_8B, layout, Recipe(**changes), hardware(machine))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", known())
+def test_every_description_says_where_its_numbers_are_from(name: str) -> None:
+    found = hardware(name)
+    assert found.device.name == name
+    assert found.device.source == "datasheet"
+    assert {"device", "inside", "across"} <= found.sources.keys()
+    assert {"efficiency", "memory_efficiency", "fixed_bytes", "overlap"} <= found.calibrated.keys()
+    parts = [part for _, part in found.device.efficiency]
+    assert parts == sorted(parts)
+    for part in (*parts, found.inside_reached, found.across_reached, *found.overlap.values()):
+        assert 0 < part < 1
+
+
+def test_a_cluster_has_a_name() -> None:
+    cluster = named("16x8xH100")
+    assert (len(cluster.nodes), cluster.num_devices) == (16, 128)
+    assert named("8xH200").nodes[0][0].name == "H200"
+    assert named("2x8x910b").devices[0].name == "Ascend-910B"
+
+
+@pytest.mark.parametrize("text", ["8xAbacus", "H100", "0x8xH100", "8 H100", ""])
+def test_an_unknown_cluster_is_refused_with_a_way_out(text: str) -> None:
+    with pytest.raises(PlanError, match="fix:"):
+        named(text)
+
+
+def test_a_published_step_is_met() -> None:
+    """Korthikanti et al., table 5: 22B on eight A100, 1.42 s with everything recomputed."""
+    layout = Layout(tp=8, micro_rows=4, rows=4, redo=ALL)
+    recipe = Recipe(grad_bytes=2, attention=0, dropout=True, overlap_weight=True, fused_sum=True)
+    predicted = closed.step(Worker(GPT_22B, layout, recipe, hardware("A100-80"))).seconds
+    assert predicted == pytest.approx(1.42, rel=0.15)
+
+
+times = st.floats(0.01, 10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(times, times, st.integers(1, 6), st.integers(0, 12))
+def test_the_formula_equals_the_walk_on_equal_stages(
+    forward: float, backward: float, num_stages: int, extra: int
+) -> None:
+    num_micro_batches = num_stages + extra
+    schedule = schedules.build("1f1b", range(num_stages), num_micro_batches)
+    seconds = {Op.F: forward, Op.B: backward}
+    walked = max(walk(schedule, lambda action: np.float64(seconds.get(action.op, 0.0))))
+    stages = [Seconds(forward, backward)] * num_stages
+    assert closed.pipeline(stages, num_micro_batches) == pytest.approx(float(walked))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.5, 2), min_size=1, max_size=5), st.integers(0, 12))
+def test_on_unequal_stages_the_formula_is_a_close_lower_bound(
+    stages: list[float], extra: int
+) -> None:
+    num_micro_batches = len(stages) + extra
+    schedule = schedules.build("1f1b", range(len(stages)), num_micro_batches)
+    parts = {Op.F: 1, Op.B: 2}
+    walked = max(walk(schedule, lambda a: np.float64(stages[a.stage] * parts.get(a.op, 0))))
+    formula = closed.pipeline([Seconds(s, 2 * s) for s in stages], num_micro_batches)
+    assert 0.9 * walked <= formula <= walked * (1 + 1e-9)
+
+
+def test_layers_are_shared_out_evenly_and_completely() -> None:
+    for layers in range(1, 40):
+        for stages in range(1, layers + 1):
+            counts = closed.layers_of(layers, Layout(pp=stages))
+            assert sum(counts) == layers
+            assert max(counts) - min(counts) <= 1 or counts[-1] == min(counts)
+
+
+def faster(found: Hardware, **changes: float) -> Hardware:
+    return structs.replace(found, device=structs.replace(found.device, **changes))
+
+
+@pytest.mark.parametrize("layout", [SPREAD, replace(SPREAD, pp=1, zero=3), Layout(rows=8)])
+def test_more_of_anything_is_never_slower(layout: Layout) -> None:
+    slow = worker(layout)
+    found = slow.hardware
+    device = found.device
+    better = [
+        faster(found, flops_per_s=2 * device.flops_per_s),
+        faster(found, memory_bytes_per_s=2 * device.memory_bytes_per_s),
+        structs.replace(found, inside_reached=1.0),
+        structs.replace(found, across_reached=1.0),
+        structs.replace(found, overlap=dict.fromkeys(found.overlap, 1.0)),
+    ]
+    for machine in better:
+        quick = closed.step(replace(slow, hardware=machine)).seconds
+        assert quick <= closed.step(slow).seconds * (1 + 1e-9)
+
+
+def test_sharing_and_recomputing_take_less_memory() -> None:
+    def peak(layout: Layout) -> int:
+        return max(stage.peak_bytes for stage in footprint.memory(worker(layout)))
+
+    states = [peak(replace(SPREAD, pp=1, zero=zero)) for zero in (0, 1, 2, 3)]
+    assert states == sorted(states, reverse=True)
+    assert peak(replace(SPREAD, redo=ALL)) < peak(SPREAD)
+    assert peak(replace(SPREAD, schedule="zero_bubble_h2")) > peak(SPREAD)
+
+
+def test_the_command_reads_rows_and_says_what_it_left_out(tmp_path: Path) -> None:
+    sys.path.insert(0, str(PROFILING))
+    try:
+        import published_rows
+        import published_scores
+    finally:
+        sys.path.remove(str(PROFILING))
+    rows = published_rows.read(PROFILING / "published")
+    assert len(rows.jobs) > 3000
+    assert all(reason for _, _, reason in rows.left_out)
+    job = rows.jobs["korthikanti", "korth_22B_selective"]
+    assert abs(published_scores.predict(job).error) < 0.15
+    assert published_rows.read(tmp_path).jobs == {}

@@ -1,0 +1,141 @@
+"""The simulator against what can be known without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autopar_torch import schedule as schedules
+from autopar_torch.errors import ScheduleError
+from autopar_torch.report.perfetto import export
+from autopar_torch.schedule import Action, Op
+from autopar_torch.simulate import formula
+from autopar_torch.simulate.fluid import Capacity, Task, run
+from autopar_torch.simulate.walk import walk
+from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
+
+CORE = {"core": 1.0}
+
+
+def ends(*tasks: Task, changes: tuple[Capacity, ...] = ()) -> list[float]:
+    return [round(end, 9) for _, end in run(tasks, changes)]
+
+
+def test_two_tasks_on_one_core_take_twice_as_long() -> None:
+    assert ends(Task("a", 1.0, CORE), Task("b", 1.0, CORE)) == [2.0, 2.0]
+
+
+def test_who_needs_little_gets_it_and_the_other_gets_the_rest() -> None:
+    light, heavy = Task("message", 1.0, {"core": 0.25}), Task("matmul", 1.0, CORE)
+    assert ends(light, heavy) == [1.0, 1.25]
+
+
+def test_when_one_ends_the_other_speeds_up() -> None:
+    assert ends(Task("a", 1.0, CORE), Task("b", 2.0, CORE)) == [2.0, 3.0]
+
+
+def test_a_task_waits_for_those_before_it() -> None:
+    assert ends(Task("a", 1.0, CORE), Task("b", 1.0, {"link": 1.0}, after=(0,))) == [1.0, 2.0]
+
+
+def test_a_link_that_slows_down_halfway_takes_longer() -> None:
+    change = (Capacity(1.0, "link", 0.5),)
+    assert ends(Task("a", 2.0, {"link": 1.0}), changes=change) == [3.0]
+
+
+def test_a_dead_link_is_an_error_that_names_who_is_stuck() -> None:
+    with pytest.raises(ScheduleError, match="exchange"):
+        run([Task("exchange", 2.0, {"link": 1.0})], [Capacity(1.0, "link", 0.0)])
+
+
+def test_tasks_that_wait_for_each_other_are_an_error() -> None:
+    with pytest.raises(ScheduleError, match="never start"):
+        run([Task("a", 1.0, CORE, after=(1,)), Task("b", 1.0, CORE, after=(0,))])
+
+
+graphs = st.lists(
+    st.tuples(st.floats(0, 5), st.lists(st.integers(0, 30), max_size=3)), min_size=1, max_size=20
+)
+
+
+@given(graphs)
+@settings(deadline=None)
+def test_without_sharing_every_end_is_the_longest_way_there(
+    graph: list[tuple[float, list[int]]],
+) -> None:
+    tasks, longest = [], []
+    for i, (seconds, before) in enumerate(graph):
+        after = tuple({b % i for b in before}) if i else ()
+        tasks.append(Task(str(i), seconds, {f"own {i}": 1.0}, after))
+        longest.append(max((longest[b] for b in after), default=0.0) + seconds)
+    assert [end for _, end in run(tasks)] == pytest.approx(longest, abs=1e-6)
+
+
+@given(graphs)
+@settings(deadline=None)
+def test_sharing_never_makes_anything_end_sooner(graph: list[tuple[float, list[int]]]) -> None:
+    """The bound that lets the closed formula prune for the engine."""
+    alone, shared = [], []
+    for i, (seconds, before) in enumerate(graph):
+        after = tuple({b % i for b in before}) if i else ()
+        alone.append(Task(str(i), seconds, {}, after))
+        shared.append(Task(str(i), seconds, {f"core {i % 2}": 1.0}, after))
+    pairs = zip(run(alone), run(shared), strict=True)
+    assert all(end <= later + 1e-6 for (_, end), (_, later) in pairs)
+
+
+seconds = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.3])
+
+
+@given(st.integers(2, 6), st.integers(1, 9), st.data())
+@settings(deadline=None)
+def test_the_formula_of_1f1b_is_what_its_lists_give(p: int, m: int, data: st.DataObject) -> None:
+    columns = [data.draw(st.lists(seconds, min_size=p, max_size=p)) for _ in range(6)]
+    pipe = formula.Pipeline(*columns)
+    work = {Op.F: pipe.forward, Op.B: pipe.backward, Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}
+
+    def taken(action: Action) -> float:
+        return work[action.op][action.stage] if action.op in work else 0.0
+
+    lists = schedules.build("1f1b", range(p), m)
+    assert formula.ends("1f1b", pipe, m) == pytest.approx(walk(lists, taken))
+
+
+def test_what_has_arrived_may_be_let_go_and_nothing_else() -> None:
+    lists = schedules.build("1f1b", range(3), 4)
+    known = schedules.acknowledged(lists)
+    assert Action(0, Op.SEND_F, 0) in known[Action(0, Op.RECV_B, 0)]
+    for receive, sent in known.items():
+        lane = lists.actions[lists.position_of[receive.stage]]
+        assert all(lane.index(action) < lane.index(receive) for action in sent)
+
+
+def a_timeline() -> Timeline:
+    spans = (
+        Span(0, COMPUTE, "0F0", 0.0, 2.0),
+        Span(0, COMM, "0SEND_F0", 1.5, 3.0),
+        Span(1, COMM, "0SEND_F0", 1.5, 3.0),
+        Span(1, COMPUTE, "1F0", 3.0, 4.0),
+    )
+    return Timeline(spans, 4.0, (Memory(params=2**20), Memory(grads=2**20)))
+
+
+def test_a_step_is_decoupled_into_computing_exchanging_and_both() -> None:
+    parts = a_timeline().parts(0)
+    assert (parts.compute_s, parts.comm_s, parts.overlap_s, parts.idle_s) == (2.0, 1.5, 0.5, 1.0)
+
+
+def test_a_timeline_becomes_a_perfetto_file_with_an_arrow_per_message(tmp_path: Path) -> None:
+    export({"predicted": a_timeline(), "measured": a_timeline()}, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    phases = [event["ph"] for event in events]
+    assert (phases.count("X"), phases.count("s"), phases.count("f"), phases.count("C")) == (
+        8,
+        2,
+        2,
+        4,
+    )
+    assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1, 1000, 1001}

@@ -1,0 +1,540 @@
+"""Linears in rings on n x n ranks: the index tables, the messages, and the numbers of one process.
+
+The paper's tables are written down here once more, block by block; the code under test moves real
+blocks, between threads for the tables and between processes for everything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar_torch as ap
+import oracle
+import zoo
+from autopar_torch import files, plan as plans
+from autopar_torch.cluster import Link
+from autopar_torch.plan import Plan
+from autopar_torch.run import shardings, world
+from autopar_torch.shard import solve, spatial
+from autopar_torch.shard.collectives import Axis, run_moves
+from autopar_torch.shard.estimate import estimate
+from autopar_torch.shard.layout import Forms, Split, Square, cuts, layout_text, parse_layout, side
+from autopar_torch.shard.parts import join, piece
+from autopar_torch.shard.price import Prices, moves, ring_waits
+from autopar_torch.trace import trace
+from autopar_torch.trace.call import take_apart
+from ranks import run_ranks
+
+# --- the tables --------------------------------------------------------------------------------
+
+
+Place = tuple[int, int]
+Mail = defaultdict[tuple[Place, Place, int], "queue.Queue[Tensor]"]  # (to, from, which block)
+
+
+class ThreadRing:
+    """The ring of one device, played by a thread; writes down what it holds."""
+
+    def __init__(self, n: int, r: int, c: int, mail: Mail) -> None:
+        self.n, self.r, self.c, self.mail = n, r, c, mail
+        self.held: list[list[Tensor]] = []
+        self.num_sent = 0
+
+    def start(self, blocks: Sequence[Tensor], shifts: Sequence[tuple[int, int]]) -> Any:
+        for k, (block, shift) in enumerate(zip(blocks, shifts, strict=True)):
+            self.mail[self._at(shift, -1), (self.r, self.c), k].put(block.clone())
+        self.held.append(list(blocks))
+        self.num_sent += len(blocks)
+
+        def land() -> list[Tensor]:
+            came = [self.mail[(self.r, self.c), self._at(shift, 1), k].get(timeout=20)
+                    for k, shift in enumerate(shifts)]  # fmt: skip
+            self.held.append(came)
+            return came
+
+        return land
+
+    def _at(self, shift: tuple[int, int], sign: int) -> tuple[int, int]:
+        return (self.r + sign * shift[0]) % self.n, (self.c + sign * shift[1]) % self.n
+
+    def steps(self) -> list[list[Tensor]]:
+        """What was held at steps 0 .. n - 1: at a start, and after the last landing."""
+        return [*self.held[: 2 * self.n - 2 : 2], self.held[2 * self.n - 3]]
+
+
+def on_square(n: int, run: Callable[[ThreadRing], Any]) -> dict[tuple[int, int], Any]:
+    """(r, c) -> what `run` returned there, all devices at once."""
+    places = list(itertools.product(range(n), repeat=2))
+    mail: Mail = defaultdict(queue.Queue)
+    for to, come, k in itertools.product(places, places, (0, 1)):
+        mail[to, come, k]  # made before threads ask for it at once
+    results: dict[tuple[int, int], Any] = {}
+
+    def work(r: int, c: int) -> None:
+        results[r, c] = run(ThreadRing(n, r, c, mail))
+
+    threads = [threading.Thread(target=work, args=place, daemon=True) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(results) == set(places), "a device waits for a block that nobody sends"
+    return results
+
+
+def block(x: np.ndarray, n: int, i: int, j: int) -> Tensor:
+    rows, cols = x.shape[0] // n, x.shape[1] // n
+    i, j = i % n, j % n
+    return torch.tensor(x[i * rows : (i + 1) * rows, j * cols : (j + 1) * cols])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_blocks_in_rings_give_the_dense_results_at_their_places(n: int, turned: bool) -> None:
+    rng = np.random.default_rng(n)
+    x, w, dy = (rng.standard_normal(size) for size in ((2 * n, 3 * n), (3 * n, 5 * n),
+                                                        (2 * n, 5 * n)))  # fmt: skip
+
+    def run(ring: ThreadRing) -> tuple[Any, ...]:
+        r, c = ring.r, ring.c
+        own = block(w, n, r + c, c)
+        own = own.t().contiguous() if turned else own
+        y, end = spatial.forward(ring, block(x, n, r, r + c), own, turned)
+        sent = [ring.num_sent]
+        dx, dy_end = spatial.backward(ring, block(dy, n, r, c), own, turned)
+        sent.append(ring.num_sent)
+        dw = spatial.gradient(ring, end, dy_end, turned)
+        return y, dx, dw.t() if turned else dw, [*sent, ring.num_sent]
+
+    for (r, c), (y, dx, dw, sent) in on_square(n, run).items():
+        assert torch.allclose(y, block(x @ w, n, r, c))
+        assert torch.allclose(dx, block(dy @ w.T, n, r, r + c))
+        assert torch.allclose(dw, block(x.T @ dy, n, r + c, c))
+        assert np.diff([0, *sent]).tolist() == [2 * (n - 1), 2 * (n - 1), 2 * n - 1]
+
+
+Phase = dict[tuple[int, int], list[tuple[int, ...]]]  # device -> the two blocks of every step
+
+
+def labelled(n: int) -> dict[str, Phase]:
+    """Run with blocks that carry their own place: what every device holds at every step."""
+    names = torch.arange(n * n, dtype=torch.float64).view(n, n).numpy()
+
+    def phases(ring: ThreadRing) -> dict[str, list[tuple[int, ...]]]:
+        r, c = ring.r, ring.c
+        x, w, dy = (block(names, n, *at) for at in ((r, r + c), (r + c, c), (r, c)))
+        found = {}
+        for name, run in {
+            "F": lambda: spatial.forward(ring, x, w, False),
+            "B": lambda: spatial.backward(ring, dy, w, False),
+            "G": lambda: spatial.gradient(ring, found["F"][1], found["B"][1], False),
+        }.items():
+            ring.held = []
+            result = run()
+            found[name] = (ring.steps(), result[1] if name != "G" else None)
+        return {name: [tuple(divmod(int(b), n)[k] for b in step for k in (0, 1)) for step in steps]
+                for name, (steps, _) in found.items()}  # fmt: skip
+
+    devices = on_square(n, phases)
+    return {name: {place: held[name] for place, held in devices.items()} for name in "FBG"}
+
+
+def paper(n: int, phase: str, r: int, c: int, t: int) -> tuple[int, ...]:
+    """Equations 4 to 6: (M, N, K) of the product of device (r, c) at step t."""
+    last = t == n - 1
+    return {
+        "F": (r, (r + c + t) % n, c),
+        "B": (r, (r + c - 1) % n, (c + t) % n),
+        "G": ((r + t) % n, (r + c - 1 + last) % n, (c - 1 + last) % n),
+    }[phase]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_device_holds_what_the_tables_of_the_paper_say(n: int) -> None:
+    held = labelled(n)
+    for r, c, t in itertools.product(range(n), repeat=3):
+        m, i, k = paper(n, "F", r, c, t)
+        assert held["F"][r, c][t] == (m, i, i, k)
+        m, i, k = paper(n, "G", r, c, t)
+        assert held["G"][r, c][t] == (m, i, m, k)
+        m, i, k = paper(n, "B", r, c, t)
+        i = (i + 1) % n  # weights stay home, so the backward starts one block further
+        assert held["B"][r, c][t] == (m, k, i, k)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_no_two_devices_ever_hold_the_same_block(n: int) -> None:
+    for phase in labelled(n).values():
+        for t in range(n):
+            for operand in (slice(0, 2), slice(2, 4)):
+                assert len({steps[t][operand] for steps in phase.values()}) == n * n
+
+
+def test_the_worked_example_of_the_paper_on_16_devices() -> None:
+    held = labelled(4)
+    assert held["F"][1, 2][0] == (1, 3, 3, 2)  # O12 += I13 W32
+    assert held["G"][0, 0][0] == (0, 3, 0, 3)  # dW33 += I03' dO03
+    assert held["G"][0, 0][3][1::2] == (0, 0)  # the last step is one of dW00
+    assert (0, 0, 3, 0) in held["B"][0, 3]  # dI03 += dO00 W03', at the device that has dI03 here
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+SQUARES = [Square(Split(a), Split(b), skew) for a, b in ((0, 1), (1, 0)) for skew in "oiw"]
+FUSED = [Square(Split(0), Split(1, 3), "o"), Square(Split(0, 2), Split(1), "i")]
+COLUMN = Square(None, Split(0), "o")
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4),
+       st.sampled_from("oiw"), st.booleans())  # fmt: skip
+def test_squares_read_back_from_their_text(a: int, x: int, b: int, y: int, skew: str,
+                                           column: bool) -> None:  # fmt: skip
+    layout = Square(None if column else Split(a, x), Split(b, y), skew)
+    assert parse_layout(layout_text(layout)) == layout
+
+
+@pytest.mark.parametrize("layout", [*SQUARES, *FUSED, COLUMN], ids=layout_text)
+@pytest.mark.parametrize("parts", [4, 16])
+def test_the_pieces_of_a_square_make_up_the_whole(layout: Square, parts: int) -> None:
+    whole = torch.arange(48 * 48).view(48, 48)
+    pieces = [piece(whole, layout, parts, j) for j in range(parts)]
+    distinct = {tuple(cuts(layout, parts, j)) for j in range(parts)}
+    assert len(distinct) == (parts if layout.row else side(parts))
+    assert {p.numel() for p in pieces} == {whole.numel() // len(distinct)}
+    assert torch.equal(join(pieces, layout), whole)
+
+
+# --- the solver --------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """Two linears over a sequence."""
+
+    def __init__(self, bias: bool = True, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width, bias), nn.Linear(2 * width, width, bias)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.down(nn.functional.gelu(self.up(x))), y)
+
+
+def _tiny_batch(rows: int, seed: int, pad: bool) -> zoo.Batch:
+    gen = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(rows, 16, 16, generator=gen) for key in "xy"}
+
+
+zoo.MODELS.setdefault("tiny", (Tiny, _tiny_batch))
+MANY_ROWS = 100_000  # of a batch in prices: bytes count, latency does not
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
+    """The variables and tables of every problem that is solved."""
+    seen: list[tuple[Any, Any]] = []
+    real = solve.eliminate
+
+    def note(sizes: Any, tables: Any, keep: Any = ()) -> Any:
+        seen.append((dict(sizes), list(tables)))
+        return real(sizes, tables, keep)
+
+    monkeypatch.setattr(solve, "eliminate", note)
+    return seen
+
+
+def brute_force(sizes: dict[str, int], tables: list[tuple[tuple[str, ...], np.ndarray]]) -> float:
+    """Every assignment of every variable."""
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(sizes)}
+    total = np.zeros(list(sizes.values()))
+    for names, table in tables:
+        ones = [(n, np.ones(size)) for n, size in sizes.items() if n not in names]
+        spelled = ",".join(["".join(letters[n] for n in names), *(letters[n] for n, _ in ones)])
+        total += np.einsum(f"{spelled}->{''.join(letters.values())}", table, *(o for _, o in ones))
+    return float(total.min())
+
+
+@pytest.mark.parametrize("rows", [1, MANY_ROWS])
+def test_elimination_equals_brute_force_with_rings_among_the_choices(
+    problems: list[tuple[Any, Any]], rows: int
+) -> None:
+    traced = trace(Tiny(bias=False), take_apart((), _tiny_batch(4, 0, False))[0])
+    block = traced.graph.blocks[0]
+    table = solve.tabulate(traced.programs[block.kind], (4,), Prices(rows=rows))
+    sizes, tables = problems[0]
+    assert any(c.ring is not None for options in table.choices.values() for c in options)
+    assert brute_force(sizes, tables) == pytest.approx(float(table.solution.table.min()))
+
+
+def test_a_ring_waits_for_what_computation_does_not_hide() -> None:
+    """Steps of 10 s; under one of the forward 8 bytes travel, then 5, 5 and 4, at 4 s a byte."""
+    blocks = {"i": 4.0, "w": 4.0, "o": 1.0}
+    assert ring_waits(20.0, 2, blocks, Link(0.0, 0.25), 1.0) == (22, 10 + 10 + 6)
+    assert ring_waits(20.0, 2, blocks, Link(0.0, 0.25), 0.0) == (32, 20 + 20 + 16)
+
+
+def test_a_block_in_rings_is_estimated_with_what_it_waits_for() -> None:
+    traced = trace(Tiny(), take_apart((), _tiny_batch(4, 0, False))[0])
+    block = traced.graph.blocks[0]
+    table = solve.tabulate(traced.programs[block.kind], (4,), Prices(), spatial="always")
+    sharding = solve.read_out(table, block.kind, dict.fromkeys(table.borders, 0))
+    slow, fast = (estimate(traced.programs[block.kind], sharding, Prices(links=(link,)))
+                  for link in (Link(1.0, 1e9), Link(0.0, 1e9)))  # fmt: skip
+    assert slow.comm_forward_s - fast.comm_forward_s == pytest.approx(1 + 1)  # and to gather y
+    assert slow.comm_backward_s - fast.comm_backward_s == pytest.approx(3)
+
+
+def _traced(name: str) -> Any:
+    return trace(zoo.build(name), take_apart((), zoo.batch(name, oracle.ROWS, pad=True))[0])
+
+
+def ring_plan(name: str, degrees: dict[str, Any], pins: shardings.Pins | None = None,
+              rows: int = MANY_ROWS) -> Plan:  # fmt: skip
+    """A plan whose linears all run in rings, through its file."""
+    traced = _traced(name)
+    plan = plans.fit(Plan.uniform(**degrees), traced.graph)
+    plan = shardings.complete(plan, traced, rows, pins, spatial="always")
+    return files.decode(files.encode(plan), Plan)
+
+
+def rings(plan: Plan) -> list[str]:
+    """The linears that run in rings."""
+    texts = (text for sharding in plan.shardings for text in sharding.ops.values())
+    return [text for text in texts if "w" in text]
+
+
+def test_rings_are_chosen_where_they_are_cheapest_and_never_where_forbidden() -> None:
+    """Matmuls that take longer than their blocks travel, weights too big to be had whole."""
+    with torch.device("meta"):
+        example = {key: torch.zeros(1, 4096, 4096) for key in "xy"}
+        traced = trace(Tiny(width=4096), take_apart((), example)[0])
+    plan = plans.fit(Plan.uniform(tp=4), traced.graph)
+    found = {how: shardings.complete(plan, traced, 1, None, Prices(), how)
+             for how in ("free", "never", "always")}  # fmt: skip
+    assert rings(found["free"]) and not rings(found["never"])
+    cost = {how: sum(s.cost_s for s in plan.shardings) for how, plan in found.items()}
+    assert cost["free"] < cost["never"] and cost["free"] <= cost["always"]
+
+
+# --- on ranks ----------------------------------------------------------------------------------
+
+
+class Messages(TorchDispatchMode):
+    """Counts what goes through torch.distributed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.count[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _axis() -> Axis:
+    rank, size = world.start()
+    return Axis(dist.group.WORLD, size, rank, tuple(range(size)))
+
+
+def claim_a_ring_sends_so_many_messages_and_starts_no_collective() -> None:
+    axis = _axis()
+    n = side(axis.parts)
+    linear = spatial.SpatialLinear(axis, True, False)
+    x, w, bias = (torch.randn(s).requires_grad_() for s in ((3, 4, 6), (8, 6), (8,)))
+    with Messages() as ahead:
+        y = linear(x, w, bias)
+    with Messages() as back:
+        y.sum().backward()
+    assert ahead.count == {"send": 2 * (n - 1), "recv_": 2 * (n - 1)}, ahead.count
+    both = 2 * (n - 1) + 2 * n - 1
+    assert back.count == {"send": both, "recv_": both}, back.count
+    with Messages() as frozen:
+        linear(x.detach(), w).sum().backward()
+    some = 2 * (n - 1) + 1 + 2 * n - 1  # backward has nothing to do but to turn dO
+    assert frozen.count == {"send": some, "recv_": some}, frozen.count
+
+
+def claim_every_conversion_ends_in_the_pieces_of_the_target() -> None:
+    axis = _axis()
+    whole = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
+    plain = [Split(0), Split(1), Split(1, 3), Split(0, 2)]
+    options: list[Any] = ["R", *plain, *SQUARES, *FUSED]
+
+    def own(layout: Any) -> Tensor:
+        if isinstance(layout, str):
+            return whole if layout == "R" else whole * (axis.index + 1) / 10  # 1 + 2 + 3 + 4
+        return piece(whole, layout, axis.parts, axis.index)
+
+    for source, target in itertools.product(["P", *options, COLUMN], options):
+        got = run_moves(own(source), moves((source,), (target,)), [axis])
+        assert torch.allclose(got, own(target)), (source, target)
+
+
+def claim_a_share_of_a_bias_gradient_becomes_partial_sums() -> None:
+    axis = _axis()
+    own = torch.full((2,), 1.0)
+    sums = COLUMN._replace(skew="p")
+    for target, want in (("P", None), ("R", torch.full((4,), 2.0))):
+        got = run_moves(own, moves((sums,), (target,)), [axis])
+        if want is None:
+            want = torch.zeros(4)
+            want[axis.index % 2 * 2 : axis.index % 2 * 2 + 2] = 1.0
+        assert torch.equal(got, want), target
+
+
+def claim_what_is_saved_from_blocks_is_read_by_any_plan() -> None:
+    torch.manual_seed(0)
+    plan = ring_plan("gpt2", {"tp": 4})
+    model = ap.parallelize(zoo.build("gpt2"), plan=plan)
+    opt = oracle.optimizer(model.parameters())
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def step(model: Any, opt: Any, seed: int) -> float:
+        loss = model(**zoo.batch("gpt2", 8, seed, pad=True))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return float(loss)
+
+    step(model, opt, 0)
+    model.save(folder[0], opt)
+    after = [step(model, opt, 1), step(model, opt, 2)]
+    for other in (plan, Plan.uniform(tp=4), Plan.uniform(dp=4, zero=3)):
+        again = ap.parallelize(zoo.build("gpt2", 7), zoo.batch("gpt2", 8), plan=other)
+        fresh = oracle.optimizer(again.parameters())
+        again.load(folder[0], fresh)
+        found = [step(again, fresh, 1), step(again, fresh, 2)]
+        assert found == pytest.approx(after, rel=1e-5), other.describe()
+
+
+def claim_weights_and_their_state_are_cut_n_times_n_ways() -> None:
+    model = ap.parallelize(zoo.build("tiny"), plan=ring_plan("tiny", {"tp": 4}))
+    opt = oracle.optimizer(model.parameters())
+    model(**zoo.batch("tiny", 8)).backward()
+    opt.step()
+    for name, sizes in (("up.weight", (16, 8)), ("up.bias", (16,))):
+        param = dict(model.named_parameters())[name]
+        assert param.shape == param.grad.shape == opt.state[param]["exp_avg"].shape == sizes, name
+
+
+def claim_evaluation_follows_the_cut_of_the_parameters() -> None:
+    model = ap.parallelize(zoo.build("llama"), plan=ring_plan("llama", {"tp": 4}))
+    batch = zoo.batch("llama", 8, pad=True)
+    trained = float(model(**batch))
+    with torch.no_grad():
+        assert float(model.eval()(**batch).loss) == pytest.approx(trained, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def claims() -> dict[str, str]:
+    """All claims, checked in one start of 4 ranks: name -> "" or what was wrong."""
+    return run_ranks(4, "test_spatial:check_all", timeout_s=280)[0]
+
+
+def check_all() -> dict[str, str]:
+    world.start()
+    torch.set_num_threads(1)
+    found = {}
+    for name in _names():
+        try:
+            globals()[name]()
+            found[name] = ""
+        except AssertionError as error:
+            found[name] = str(error) or "an assertion without words"
+    return found
+
+
+def _names() -> list[str]:
+    return sorted(name for name in globals() if name.startswith("claim_"))
+
+
+@pytest.mark.parametrize("name", _names())
+def test_on_4_ranks(claims: dict[str, str], name: str) -> None:
+    assert claims[name] == ""
+
+
+def numbers(names: list[str], degrees: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    """In a rank: model -> how many kinds of linear run in rings, worst difference."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        plan = ring_plan(name, degrees)
+        found[name] = len(rings(plan)), max(oracle.compare(name, plan, True).values())
+    return found
+
+
+def check_numbers(num_ranks: int, names: list[str], degrees: dict[str, Any]) -> None:
+    found = run_ranks(num_ranks, "test_spatial:numbers", names, degrees, timeout_s=560)[0]
+    for name, (num_rings, worst) in found.items():
+        assert num_rings > 0, f"{name} has nothing that runs in rings"
+        assert worst <= oracle.TOLERANCE, (name, degrees, worst)
+
+
+def test_gpt2_and_llama_match_one_process_on_4_ranks() -> None:
+    check_numbers(4, ["gpt2", "llama"], {"tp": 4})
+
+
+OTHERS = ["qwen3", "mistral", "gemma", "opt", "bloom", "neox", "phi", "bert", "t5", "mixtral",
+          "nanogpt", "encoder"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_transformer_matches_one_process_on_4_ranks() -> None:
+    """All but ViT: its sequence of 17 cannot be cut."""
+    check_numbers(4, OTHERS, {"tp": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("degrees", [
+    {"tp": 4, "pp": 2, "num_micro_batches": 4, "schedule": "zero_bubble"},
+    {"tp": 4, "pp": 2, "num_micro_batches": 2, "recompute": True},
+    {"tp": 4, "dp": 2, "zero": 3, "num_micro_batches": 2},
+    {"tp": 8, "tp_mesh": (2, 4)},
+    {"tp": 8, "tp_mesh": (4, 2)},
+], ids=oracle.text)  # fmt: skip
+def test_rings_go_with_everything_else_on_8_ranks(degrees: dict[str, Any]) -> None:
+    check_numbers(8, ["gpt2", "llama"], degrees)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_16_ranks_match_one_process() -> None:
+    check_numbers(16, ["tiny"], {"tp": 16})
+
+
+def mixed(mesh: list[int]) -> dict[str, float]:
+    """In a rank: weights cut by a square on one axis, and by every factor on the other."""
+    torch.set_num_threads(1)
+    found = {}
+    for weight, grad in (("R", "P"), ("S0", "S0"), ("S1", "S1")):
+        forms = [(weight, grad) if size == 2 else ("S1x0w", "S1x0w") for size in mesh]
+        form = Forms(*(tuple(map(parse_layout, side)) for side in zip(*forms, strict=True)))
+        pins = {name: {tuple(mesh): form} for name in ("up.weight", "down.weight")}
+        plan = ring_plan("tiny", {"tp": 8, "tp_mesh": tuple(mesh)}, pins, rows=1)
+        found[",".join(rings(plan))] = max(oracle.compare("tiny", plan, False).values())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 2)])
+def test_the_other_axis_may_cut_rows_columns_or_what_is_summed(mesh: tuple[int, ...]) -> None:
+    found = run_ranks(8, "test_spatial:mixed", mesh, timeout_s=400)[0]
+    assert len(found) == 3, "some pinned form was not used"
+    assert max(found.values()) <= oracle.TOLERANCE, found
