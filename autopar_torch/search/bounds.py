@@ -272,7 +272,7 @@ def _outside(space: _Space) -> Array:
         if zero in (1, 2) and dp > 1:
             leaf = float(params.leaf.sum()) / p
             found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.copy_s_per_byte
-        if dp > 1 and (size := float(params.trained[0])):
+        if dp > 1 and zero < 3 and (size := float(params.trained[0])):
             curve = space.team("scatter" if zero else "sum", int(i))
             bucket[row] = at_least(curve, size) + size * over.copy_s_per_byte
     whole = np.isin(space.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
