@@ -39,6 +39,11 @@ def solved(given: Problem, exhaustive: bool = False) -> Result | None:
         return None
 
 
+def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    inner = itertools.combinations(range(1, blocks), stages - 1)
+    return [(0, *borders, blocks) for borders in inner]
+
+
 def same_as_brute_force(seed: int) -> None:
     given = problem(seed)
     quick, slow = solved(given), solved(given, exhaustive=True)
@@ -71,8 +76,7 @@ def test_no_cut_is_below_its_bounds(seed: int) -> None:
     for i in random.Random(seed).sample(range(len(found)), min(20, len(found))):
         pricer = Pricer(tables, found[i], num_rows)
         blocks = len(graph.blocks)
-        cuts = [(0, *inner, blocks)
-                for inner in itertools.combinations(range(1, blocks), found[i].stages() - 1)]  # fmt: skip
+        cuts = every_cut(blocks, found[i].stages())
         for cut, floor in zip(cuts, floors(pricer, cuts), strict=True):
             price = pricer.price(cut)
             assert below.seconds[i] <= price.step_s * (1 + 1e-9)
@@ -96,10 +100,8 @@ def test_smallest_bottleneck_is_that_of_all_cuts(
     def slowest(cut: tuple[int, ...]) -> float:
         return max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut))
 
-    every = [(0, *inner, len(seconds))
-             for inner in itertools.combinations(range(1, len(seconds)), stages - 1)]  # fmt: skip
-    fitting = [cut for cut in every
-               if all(fits(s, a, b) for s, (a, b) in enumerate(itertools.pairwise(cut)))]  # fmt: skip
+    fitting = [cut for cut in every_cut(len(seconds), stages)
+               if all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(cut)))]  # fmt: skip
     found = smallest_bottleneck(np.array(seconds), stages, fits)
     assert (found is None) == (not fitting)
     if found:

@@ -23,7 +23,7 @@ class Option(Struct, frozen=True):
         return math.prod(self.mesh)
 
 
-class Constraints(Struct, frozen=True):
+class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     """What the user pins or forbids; None leaves it open."""
 
     tp: int | None = None
