@@ -97,8 +97,10 @@ class _Space:
 
     def least(self, option: int, values: Array) -> Array:
         """Per program: the least of its blocks (parameters that are shared count only once)."""
-        which = self.tables.programs[option][1]
-        return np.array([values[which == k].min() for k in range(which.max() + 1)])
+        keys, which = self.tables.programs[option]
+        found = np.full(len(keys), np.inf)
+        np.minimum.at(found, which, values)
+        return found
 
     def team(self, op: str, i: int) -> Curve:
         """Of the ranks that share the first stage of a candidate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -242,6 +242,7 @@ def _column(piece: Piece) -> list[float]:
     ]
 
 
+@cache
 def _item(dtype: str) -> int:
     return TensorInfo((1,), dtype).num_bytes()
 
