@@ -101,6 +101,7 @@ class Overheads(Struct, frozen=True):
     step_s: float = 0.0  # once per step: taking the batch, handing the gradients over
     micro_batch_s: float = 0.0  # per micro-batch: its part of the batch, masks and tables
     action_s: float = 0.0  # per action of the schedule
+    meet_s: float = 0.0  # until ranks that share cores have met after computing
     update_s_per_byte: float = 0.0  # optimizer, per byte of parameters
     update_s_per_tensor: float = 0.0
     add_s_per_byte: float = 0.0  # adding a gradient to what is there

@@ -38,12 +38,11 @@ def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
 
 
 class Counted(NamedTuple):
-    """One run under the count: its moments, and the bytes of outputs and gradients."""
+    """One run under the count: its moments, and the bytes of outputs and of their gradients."""
 
     marks: tuple[int, int, int, int]
     out: int
     given: int
-    grads: int
     split: bool
 
 
@@ -201,11 +200,10 @@ def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
 
 
 def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
-    """Before, after forward, after backward, after the weights; and bytes that are known."""
+    """A run that adds to gradients which are there: before, after forward, backward, weights."""
     runner.forward()
     runner.backward()
     runner.weights()
-    runner.clear()
     start = count.mark()
     runner.forward()
     out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
@@ -215,10 +213,8 @@ def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
     runner.weights()
     end = count.mark()
     given = sum(g.numel() * g.element_size() for g in runner.grads)
-    made = [a.grad for a in runner.leaves if a.grad is not None]
-    grads = sum(g.numel() * g.element_size() for g in made)
     runner.clear()
-    return Counted((start, ran, back, end), out, given, grads, runner.need.split)
+    return Counted((start, ran, back, end), out, given, runner.need.split)
 
 
 def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
@@ -226,13 +222,12 @@ def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
     start, ran, back, end = run.marks
     before = count.at(start)
     kept = count.at(ran) - before
-    needed = count.peak(ran, end) - before - kept - run.grads + run.given
     return {
         "out_bytes": float(run.out),
         "kept_bytes": float(kept),
         "forward_bytes": float(count.peak(start, ran) - before),
-        "backward_bytes": float(max(needed, 0)),
-        "stash_bytes": float(count.at(back) - before - run.grads) if run.split else 0.0,
+        "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
+        "stash_bytes": float(count.at(back) - before) if run.split else 0.0,
     }
 
 

@@ -8,15 +8,18 @@ import torch
 
 from ..profile import Overheads
 from ..shard.watch import between, stamp
+from .links import Places
 from .stats import median
 
 LARGE, SMALL, NUM_SMALL = 1 << 20, 256, 64
+MATMUL, MEETINGS = 256, 4
 
 
 class Extras:
     """Samples of an optimizer step, of adding and of copying, and of whatever else is given."""
 
-    def __init__(self, device: torch.device, context: Callable[[], object] | None = None) -> None:
+    def __init__(self, device: torch.device, places: Places, ranks_per_core: int,
+                 context: Callable[[], object] | None = None) -> None:  # fmt: skip
         self.works: dict[str, Callable[[], object]] = {
             "large": _update([LARGE] * 2, device),
             "small": _update([SMALL] * NUM_SMALL, device),
@@ -25,6 +28,9 @@ class Extras:
         self.works |= {"add": lambda: a.add_(b), "copy": lambda: a.copy_(b)}
         if context is not None:
             self.works["context"] = context
+        self.places, self.ranks_per_core = places, ranks_per_core
+        if ranks_per_core > 1:
+            self.works |= _meetings(places, device)
         self.samples: dict[str, list[float]] = {name: [] for name in self.works}
 
     def round(self) -> None:
@@ -37,17 +43,38 @@ class Extras:
         for samples in self.samples.values():
             samples.clear()
 
+    def _meet_s(self, found: dict[str, float]) -> float:
+        """`compute` was timed with all ranks at once, so it is what a core needs for all of its."""
+        if "both" not in found:
+            return 0.0
+        return max(0.0, found["both"] / MEETINGS - found["compute"] - found["meet"])
+
     def result(self) -> Overheads:
+        """Seconds of a rank alone on its core; all ranks were busy at once."""
         found = {name: median(samples) for name, samples in self.samples.items()}
-        per_tensor = found["small"] / NUM_SMALL
-        per_byte = max(0.0, found["large"] - 2 * per_tensor) / (2 * 4 * LARGE)
+        alone = {name: seconds / self.ranks_per_core for name, seconds in found.items()}
+        per_tensor = alone["small"] / NUM_SMALL
+        per_byte = max(0.0, alone["large"] - 2 * per_tensor) / (2 * 4 * LARGE)
         return Overheads(
-            micro_batch_s=found.get("context", 0.0),
+            micro_batch_s=alone.get("context", 0.0),
+            meet_s=self._meet_s(found),
             update_s_per_byte=per_byte,
             update_s_per_tensor=per_tensor,
-            add_s_per_byte=found["add"] / (4 * LARGE),
-            copy_s_per_byte=found["copy"] / (4 * LARGE),
+            add_s_per_byte=alone["add"] / (4 * LARGE),
+            copy_s_per_byte=alone["copy"] / (4 * LARGE),
         )
+
+
+def _meetings(places: Places, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Computing, meeting, and both in turn: where cores are shared that is more than their sum."""
+    a, flag = torch.ones(MATMUL, MATMUL, device=device), torch.zeros(1, device=device)
+
+    def both() -> None:
+        for _ in range(MEETINGS):
+            a @ a
+            places.sum(flag)
+
+    return {"compute": lambda: a @ a, "meet": lambda: places.sum(flag), "both": both}
 
 
 def _update(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:

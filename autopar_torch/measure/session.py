@@ -33,7 +33,7 @@ class Session:
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
-        self.extras = Extras(device, lambda: context(rows))
+        self.extras = Extras(device, places, self._ranks_per_core(), lambda: context(rows))
         self._count_bytes()
         for _ in range(WARM_UP):
             self.round()

@@ -45,7 +45,7 @@ class Memory:
             largest = max(largest, max(self.largest[a:b]))
         running = self.flight[position] / len(stages) * kept + working
         if self.again:
-            running += largest + trained * self.stays
+            running += trained * self.stays
         return base + max(running, self._packed(trained, largest))
 
     def _packed(self, trained: float, largest: float) -> float:

@@ -187,8 +187,9 @@ class Costs:
         for ranks in {share.team.ranks for share in used}:
             size = sum(s.piece * _item(s.dtype) for s in used if s.team.ranks == ranks)
             total = size * len(ranks)
-            copy = self.profile.profile.overheads.copy_s_per_byte * total
-            work += Work(copy, self.profile.curve("gather", ranks).seconds(total))
+            over = self.profile.profile.overheads
+            seconds = self.profile.curve("gather", ranks).seconds(total) + over.meet_s
+            work += Work(over.copy_s_per_byte * total, seconds)
         return work
 
 

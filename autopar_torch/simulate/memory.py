@@ -75,7 +75,7 @@ def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]], came: dict[in
             _backward(peak, cost.blocks, kept, grads, cost.grad_bytes)
             grads += cost.grad_bytes
         else:
-            _backward(peak, cost.blocks, kept, grads, 0.0, cost.largest_bytes)
+            _backward(peak, cost.blocks, kept, grads, 0.0)
         if action.op is not Op.I:
             kept -= size
     again = costs.plan.zero >= 2 and len(counts) > 1
@@ -91,13 +91,14 @@ def _forward(peak: Peak, blocks: Sequence[BlockWork], kept: float, grads: float)
 
 
 def _backward(peak: Peak, blocks: Sequence[BlockWork], kept: float, grads: float,
-              growth: float, added: float = 0.0) -> None:  # fmt: skip
-    """Kept values go block by block, from the last; gradients come, or are `added` to others."""
+              growth: float) -> None:  # fmt: skip
+    """Kept values go block by block, from the last; gradients come, the first time."""
     share = growth / len(blocks) if blocks else 0.0
     for block in reversed(blocks):
-        grads += share
-        peak.see(kept, block.backward_bytes + added, grads)
+        peak.see(kept, block.backward_bytes, grads)
         kept -= block.kept_bytes
+        grads += share
+        peak.see(kept, 0.0, grads)
 
 
 def _sums(peak: Peak, own: Sequence[RankCost], grads: float, again: bool) -> None:

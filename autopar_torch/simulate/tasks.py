@@ -195,7 +195,7 @@ class StepTasks:
                 if bucket.op == "scatter" and block in (None, bucket.block):
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     packing = bucket.num_bytes * self.overheads.copy_s_per_byte
-                    seconds = curve.seconds(bucket.num_bytes) + packing
+                    seconds = curve.seconds(bucket.num_bytes) + packing + self.overheads.meet_s
                     self._joint((cost.rank,), "scatter", seconds, curve.core)
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
