@@ -88,11 +88,13 @@ class _Space:
         """ZeRO 3: seconds of gathering the parameters of a block of every program."""
         leaf = self._per_option(lambda o: self.least(o, self.tables.params(o).leaf))
         first, which = self.by(self.option, self.pp, self.dp, self.zero)
+        meet_s = self.tables.profile.profile.overheads.meet_s
         table = np.zeros((len(first), self.programs))
         for row, i in enumerate(first):
             if self.zero[i] == 3 and self.dp[i] > 1:
                 curve = self.team("gather", int(i))
-                table[row] = [curve.seconds(size) if size else 0.0 for size in leaf[self.option[i]]]
+                table[row] = [curve.seconds(size) + meet_s if size else 0.0
+                              for size in leaf[self.option[i]]]  # fmt: skip
         return table[which]
 
     def least(self, option: int, values: Array) -> Array:

@@ -156,7 +156,8 @@ def summing(tables: Tables, c: Candidate, trained: Array) -> Array:
     if c.zero < 2 or c.dp == 1:
         return np.zeros(len(trained))
     curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
-    known = {size: bucket_seconds(curve, size, tables) if size else 0.0
+    meet_s = tables.profile.profile.overheads.meet_s
+    known = {size: bucket_seconds(curve, size, tables) + meet_s if size else 0.0
              for size in set(trained.tolist())}  # fmt: skip
     return np.array([known[size] for size in trained.tolist()])
 
@@ -167,7 +168,8 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
         return blocks
     leaf = tables.params(c.option).leaf
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
-    known = {size: curve.seconds(size) if size else 0.0 for size in set(leaf.tolist())}
+    meet_s = tables.profile.profile.overheads.meet_s
+    known = {size: curve.seconds(size) + meet_s if size else 0.0 for size in set(leaf.tolist())}
     seconds = np.array([known[size] for size in leaf.tolist()])
     return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
                            input=blocks.input + seconds,
