@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .cluster import Cluster
 from .errors import AutoparError
 from .plan import Plan, load_plan
 
-if TYPE_CHECKING:
-    from .api import parallelize
+VERBS = ("measure", "parallelize", "plan", "simulate")
+for room in ("measure", "plan", "simulate"):  # loaded now, so that they never hide a verb later
+    import_module(f"{__name__}.{room}")
+    del globals()[room]
 
-__all__ = ["AutoparError", "Plan", "load_plan", "parallelize"]
+if TYPE_CHECKING:
+    from .api import measure, parallelize, plan, simulate
+
+__all__ = ["AutoparError", "Cluster", "Plan", "load_plan", "measure", "parallelize", "plan",
+           "simulate"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """`parallelize` needs torch; the nouns do not, so torch is imported when it is asked for."""
-    if name == "parallelize":
-        from .api import parallelize
+    """The verbs need torch, the nouns do not, so torch is imported when a verb is asked for."""
+    if name in VERBS:
+        from . import api
 
-        return parallelize
+        return getattr(api, name)
     raise AttributeError(f"module 'autopar_torch' has no attribute {name!r}")

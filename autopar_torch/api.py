@@ -11,16 +11,19 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from . import files, plan as plans
+from . import files
 from .errors import AutoparError, PlanError, TraceError
-from .plan import Plan, Precision
-from .run import fallback, shardings, world
-from .run.choose import choose
+from .plan import Plan, Precision, check, fit, load_plan
+from .run import choose, fallback, offline, shardings, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
+from .search.best import Outcome
 from .search.explain import summary
 from .search.space import Constraints
+from .search.why import Case
+from .simulate import simulate as simulated
+from .timeline import Timeline
 from .trace import Traced, trace
 from .trace.call import Call, take_apart
 from .trace.capture import LossFn, describe_params
@@ -57,6 +60,7 @@ def parallelize(
     device = world.device()
     place = world.World(rank, size)
     limits = _limits(constraints)
+    plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place)
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
@@ -67,7 +71,7 @@ def parallelize(
             _adopt(parallel, call, given, loss_fn, source)
 
     parallel = ParallelModel(model, place, device, prepare, outputs)
-    parallel.retrace = _tracer(model, device, loss_fn, given.precision if given else "float32")
+    parallel.retrace = _tracer(model, device, loss_fn, (given or limits).precision)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -75,6 +79,89 @@ def parallelize(
         call, tensors = take_apart(args, kwargs)
         prepare(parallel, call, tensors)
     return parallel
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    cluster: offline.Where,
+    *,
+    global_batch_size: int | None = None,
+    precision: Precision = "float32",
+    constraints: Constraints | Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Outcome:
+    """The fastest plan for machines that need not be here: `.plan`, and how it was found.
+
+    Nothing is run and nothing started: the model may be on `meta`, `example_inputs` may be a batch
+    of one row. `cluster` names machines ("16x8xH100"), describes them (a Cluster or the JSON file
+    of one), or holds what was measured on them (from `measure`, or its file). `global_batch_size`
+    is the number of rows of a step, by default those of `example_inputs`.
+    """
+    asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
+                 precision=precision, constraints=constraints, loss_fn=loss_fn)  # fmt: skip
+    known = choose.Known(tuple(asked.options), asked.profile)
+    return choose.best(asked.graph, known, asked.num_rows, asked.limits)
+
+
+def case(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    cluster: offline.Where,
+    *,
+    global_batch_size: int | None = None,
+    precision: Precision = "float32",
+    constraints: Constraints | Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Case:
+    """What `plan` searches, so that it can be asked why, and what if."""
+    limits = msgspec.structs.replace(_limits(constraints), precision=precision)
+    traced, call = _traced(model, example_inputs, loss_fn, precision)
+    if _couples(traced) - {"batch_norm"}:
+        limits = msgspec.structs.replace(limits, dp=1)
+    num_rows = global_batch_size or call.num_rows
+    known = offline.known_of(traced, num_rows, cluster, limits)
+    return Case(traced.graph, known.options, known.profile, num_rows, limits)
+
+
+def simulate(
+    plan: GivenPlan,
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    cluster: offline.Where,
+    *,
+    global_batch_size: int | None = None,
+    loss_fn: LossFn | None = None,
+) -> Timeline:
+    """One step under a plan, on machines that need not be here (as in `plan`)."""
+    given = plan if isinstance(plan, Plan) else load_plan(cast(str, plan))
+    traced, call = _traced(model, example_inputs, loss_fn, given.precision)
+    num_rows = global_batch_size or call.num_rows
+    whole, profile = offline.profile_for(given, traced, num_rows, cluster)
+    return simulated(whole, traced.graph, profile, num_rows)
+
+
+def measure(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    constraints: Constraints | Mapping[str, Any] | None = None,
+    seconds: float = choose.QUICK_S,
+    loss_fn: LossFn | None = None,
+) -> choose.Known:
+    """What planning for this model needs to know of the machines torchrun started."""
+    rank, size = world.start()
+    place, limits = world.World(rank, size), _limits(constraints)
+    call, tensors = take_apart(*_as_call(example_inputs))
+    traced = _tracer(model, world.device(), loss_fn, limits.precision)(call, True, ("loss",))
+    return choose.measure(traced, call, tensors, dict(model.named_buffers()), place,
+                          world.device(), choose.cluster_of(place), limits, seconds)  # fmt: skip
+
+
+def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
+            precision: Precision) -> tuple[Traced, Call]:  # fmt: skip
+    call, _ = take_apart(*_as_call(example))
+    return _tracer(model, torch.device("cpu"), loss_fn, precision)(call, True, ("loss",)), call
 
 
 def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -89,7 +176,7 @@ def _read_plan(plan: GivenPlan, size: int, place: world.World) -> Plan:
     chosen = None
     try:
         chosen = _chosen(plan, size)
-        plans.check(chosen, size)
+        check(chosen, size)
     except AutoparError as found:
         error = found
     place.together(error)
@@ -100,7 +187,7 @@ def _chosen(plan: GivenPlan, size: int) -> Plan:
     if plan is None:
         reason = "no plan was given: equal replicas"
         return msgspec.structs.replace(Plan.uniform(dp=size), reason=reason)
-    return plan if isinstance(plan, Plan) else plans.load_plan(plan)
+    return plan if isinstance(plan, Plan) else load_plan(plan)
 
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
@@ -142,7 +229,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
     if _couples(traced) - {"batch_norm"}:
         limits = msgspec.structs.replace(limits, dp=1)
     buffers = dict(parallel.module.named_buffers())
-    found = choose(traced, call, tensors, buffers, place, parallel.device, limits)
+    found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits)
     if confirm:
         found = confirmed(parallel, found, confirm, traced, call, tensors)
     parallel.found = found
@@ -160,7 +247,7 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
     plan = given
     try:
         traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
-        plan = plans.fit(given, traced.graph)
+        plan = fit(given, traced.graph)
         _check_rows(plan, traced)
         rows = max(1, call.num_rows // plan.num_micro_batches)
         plan = shardings.complete(plan, traced, rows)

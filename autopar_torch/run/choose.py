@@ -18,12 +18,14 @@ from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
 from ..measure.links import Lines
+from ..model import ModelGraph
 from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key
 from ..search.best import Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
 from ..simulate import simulate
 from ..simulate.needs import needs_of
+from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
 from . import options as ways
@@ -51,27 +53,31 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     found = None
     if world.rank == 0:
         try:
-            found = best(traced, known, call.num_rows, limits)
+            found = best(traced.graph, known, call.num_rows, limits)
         except AutoparError as failed:
             error = failed
     world.together(error)
     return files.decode(world.agree(files.encode(found)), Outcome)
 
 
-def best(traced: Traced, known: Known, num_rows: int, limits: Constraints) -> Outcome:
-    """Search by the formula; the engine, which shares cores and links, orders the best of them."""
-    result = search(traced.graph, known.options, Lookup(known.profile), num_rows, limits)
-    choices = [_simulated(choice, traced, known.profile, num_rows)
-               for choice in (result.best, *result.runners_up)]  # fmt: skip
-    choices.sort(key=lambda c: c.step_s)
+def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) -> Outcome:
+    """Search by the formula; the engine, which shares cores and links, orders the best of them.
+
+    Where nothing was measured and nobody shares, the engine would only repeat the formula.
+    """
+    result = search(graph, known.options, lookup(known.profile), num_rows, limits)
+    choices = [result.best, *result.runners_up]
+    if not known.profile.assumed:
+        choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
+        choices.sort(key=lambda c: c.step_s)
     first, *others = choices
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))
 
 
-def _simulated(choice: Choice, traced: Traced, profile: Profile, num_rows: int) -> Choice:
-    timeline = simulate(choice.plan, traced.graph, profile, num_rows)
+def _simulated(choice: Choice, graph: ModelGraph, profile: Profile, num_rows: int) -> Choice:
+    timeline = simulate(choice.plan, graph, profile, num_rows)
     peak = max(memory.peak_bytes for memory in timeline.memory)
     return Choice(choice.plan, timeline.step_s, peak)
 
@@ -146,7 +152,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
              limits: Constraints) -> list[Option]:  # fmt: skip
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
     shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
-              if limits.tp is None or _degree(mesh) == limits.tp]  # fmt: skip
+              if limits.tp is None or ways.degree(mesh) == limits.tp]  # fmt: skip
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
@@ -163,13 +169,6 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
 
     made = [ways.option(traced, mesh, prices(mesh)) for mesh in shapes] if world.rank == 0 else []
     return files.decode(world.agree(files.encode(made)), list[Option])
-
-
-def _degree(mesh: tuple[int, ...]) -> int:
-    degree = 1
-    for parts in mesh:
-        degree *= parts
-    return degree
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -207,4 +206,4 @@ def _keep(known: Known, path: Path) -> None:
         log.warning("profile: not kept for the next run: %s", error)
 
 
-__all__ = ["Known", "best", "choose", "measure"]
+__all__ = ["Known", "best", "choose", "cluster_of", "measure"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -31,6 +32,10 @@ def meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
     return found
 
 
+def degree(mesh: Sequence[int]) -> int:
+    return math.prod(mesh)
+
+
 def axis_ranks(mesh: Sequence[int]) -> list[tuple[int, ...]]:
     """Of rank 0: its group on each axis of a mesh."""
     groups, stride = [], 1
@@ -55,10 +60,7 @@ def option(traced: Traced, mesh: tuple[int, ...], prices: Prices) -> Option:
     blocks = traced.graph.blocks
     if not mesh:
         return Option((), (None,) * len(blocks))
-    count = 1
-    for parts in mesh:
-        count *= parts
-    bare = Plan.uniform(tp=count, tp_mesh=mesh)
+    bare = Plan.uniform(tp=degree(mesh), tp_mesh=mesh)
     stage = msgspec.structs.replace(bare.replicas[0].stages[0], blocks=(0, len(blocks)))
     replica = msgspec.structs.replace(bare.replicas[0], stages=(stage,))
     plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,
@@ -93,7 +95,7 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
                 continue
             pieces = tuple(estimate(traced.programs[block.kind], sharding,
                                     prices[found.mesh]._replace(rows=n)) for n in rows)  # fmt: skip
-            again = tuple(_again(piece) for piece in pieces)
+            again = tuple(again_of(piece) for piece in pieces)
             for split in (False, True):
                 for own, recompute in ((pieces, False), (again, True)):
                     key = cell_key(sharding, split, recompute)
@@ -101,7 +103,7 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
     return list(cells.values())
 
 
-def _again(piece: Piece) -> Piece:
+def again_of(piece: Piece) -> Piece:
     """The same with forward computed again in backward, and only the results kept."""
     return msgspec.structs.replace(
         piece,
@@ -113,4 +115,4 @@ def _again(piece: Piece) -> Piece:
     )
 
 
-__all__ = ["axis_ranks", "estimated", "link_of", "meshes", "option", "probes"]
+__all__ = ["axis_ranks", "degree", "estimated", "link_of", "meshes", "option", "probes"]

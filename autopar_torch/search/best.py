@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 from msgspec import Struct
@@ -13,14 +15,17 @@ from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
-from .borders import cuts
+from .borders import cuts, even, is_small
 from .bounds import bounds
 from .evaluate import Found, Pricer
+from .floors import floors
+from .misses import nothing_fits
 from .space import Candidate, Constraints, Option, as_plan, candidates
-from .tables import Tables
+from .tables import Array, Tables
 
 KEPT = 8  # runners-up
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
+NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.02  # predicted bytes are off by so much at most where a plan must fit
 
 
@@ -57,7 +62,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     """The fastest plan that fits; with `exhaustive` by looking at every one."""
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
-    tables = Tables(options, graph, profile)
+    tables = Tables(options, graph, profile, limits.precision)
     found = list(candidates(options, graph, cluster.num_devices, num_rows, limits))
     if not found:
         raise SearchError(
@@ -65,11 +70,12 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
             where="constraints", fix="leave tp, pp, dp or num_micro_batches open",
         )  # fmt: skip
     capacity = limits.memory_bytes or min(d.memory_bytes for d in cluster.devices)
-    hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept)
+    hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
-        raise _nothing_fits(hunt, capacity)
-    choices = tuple(Choice(as_plan(f.candidate, f.borders, options), f.step_s, f.memory_bytes)
+        raise nothing_fits(tables, hunt.near(), num_rows, capacity, limits)
+    choices = tuple(Choice(as_plan(f.candidate, f.borders, options, limits.precision),
+                           f.step_s, f.memory_bytes)
                     for f in hunt.best)  # fmt: skip
     return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
                   time.perf_counter() - start)  # fmt: skip
@@ -86,14 +92,22 @@ class Outcome(Struct, frozen=True):
     measured: tuple[float, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
+class _Cuts(NamedTuple):
+    """A candidate that waits to be priced: its cuts that fit, and their bounds."""
+
+    pricer: Pricer
+    fitting: list[tuple[tuple[int, ...], float]]
+    floor: Array
+
+
 class _Hunt:
     """The state of one search."""
 
     def __init__(self, tables: Tables, found: list[Candidate], num_rows: int, capacity: float,
-                 kept: int) -> None:  # fmt: skip
+                 kept: int, exhaustive: bool) -> None:  # fmt: skip
         self.tables, self.found, self.num_rows = tables, found, num_rows
         self.capacity, self.kept = capacity, kept
-        self.bounds = bounds(found, tables, num_rows)
+        self.bounds = bounds(found, tables, num_rows, np.inf if exhaustive else capacity)
         self.best: list[Found] = []
         self.nearest: Found | None = None  # the one that fails to fit by least
         self.discarded: Counter[str] = Counter()
@@ -101,58 +115,74 @@ class _Hunt:
         self.gap = 0.0
 
     def run(self, exhaustive: bool, deadline: float | None) -> None:
-        order = np.lexsort((np.arange(len(self.found)), self.bounds.seconds))
-        too_large = self.bounds.memory_bytes > self.capacity
-        for done, i in enumerate(order):
-            if not exhaustive and self.bounds.seconds[i] > self._limit() * ROUNDING:
-                self.discarded["time bound"] += len(order) - done
+        """Candidates come back to the queue with the bound of their cuts before they are priced."""
+        too_large = (self.bounds.memory_bytes > self.capacity) | ~self.bounds.holds
+        if not exhaustive:
+            self.discarded["memory bound"] += int(too_large.sum())
+        queue: list[tuple[float, int]] = [(float(s), i) for i, s in enumerate(self.bounds.seconds)
+                                          if exhaustive or not too_large[i]]  # fmt: skip
+        heapq.heapify(queue)
+        ready: dict[int, _Cuts] = {}
+        while queue:
+            bound, i = heapq.heappop(queue)
+            if not exhaustive and bound > self._limit() * ROUNDING:
+                self.discarded["time bound"] += len(queue) + 1
                 return
-            if not exhaustive and too_large[i]:
-                self.discarded["memory bound"] += 1
-                continue
             if deadline is not None and time.perf_counter() > deadline and self.best:
-                self.gap = 1 - float(self.bounds.seconds[i]) / self.best[0].step_s
+                self.gap = max(0.0, 1 - bound / self.best[0].step_s)
                 return
-            self._price(self.found[i], exhaustive)
+            if i in ready:
+                self._price(ready.pop(i), exhaustive)
+            elif (prepared := self._prepare(self.found[i])) is not None:
+                ready[i] = prepared
+                heapq.heappush(queue, (max(bound, float(prepared.floor.min())), i))
 
     def _limit(self) -> float:
         """What a candidate has to beat to be kept."""
         return self.best[-1].step_s if len(self.best) == self.kept else np.inf
 
-    def _price(self, candidate: Candidate, exhaustive: bool) -> None:
+    def _prepare(self, candidate: Candidate) -> _Cuts | None:
+        """Its cuts with their bounds; those that do not fit are gone."""
         pricer = Pricer(self.tables, candidate, self.num_rows)
-        blocks = pricer.blocks
-        split = candidate.schedule == "zero_bubble"
-        seconds = blocks.forward + (blocks.input + blocks.weight if split else blocks.backward)
 
         def fits(stage: int, first: int, end: int) -> bool:
-            return pricer.memory(stage % candidate.pp, [(first, end)]) <= self.capacity
+            return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity
 
-        several = 0
-        for borders in cuts(seconds, candidate.stages(), fits):
-            several += 1
-            self._consider(pricer.price(borders))
-        self.priced += several
-        if not several:
-            self.discarded["no cut fits"] += 1
+        num_stages, free = candidate.stages(), None
+        if not is_small(len(pricer.seconds), num_stages):
+            free = self.tables.free_cut(pricer.work_key, pricer.seconds, num_stages)
+        tried = [(cut, pricer.peak(cut))
+                 for cut in cuts(pricer.seconds, num_stages, fits, free)]  # fmt: skip
+        fitting = [(cut, memory) for cut, memory in tried if memory <= self.capacity]
+        if fitting:
+            return _Cuts(pricer, fitting, floors(pricer, [cut for cut, _ in fitting]))
+        self.discarded["memory" if tried else "no cut fits"] += 1
+        for cut, memory in tried:
+            self._miss(Found(float("inf"), memory, candidate, cut))
+        return None
 
-    def _consider(self, found: Found) -> None:
-        if found.memory_bytes > self.capacity:
-            self.discarded["memory"] += 1
-            if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
-                self.nearest = found
-            return
-        self.best = sorted([*self.best, found], key=lambda f: f.order)[: self.kept]
+    def _price(self, prepared: _Cuts, exhaustive: bool) -> None:
+        """Its best cut."""
+        best: Found | None = None
+        for i in np.argsort(prepared.floor, kind="stable"):
+            limit = self._limit() if best is None else min(self._limit(), best.step_s)
+            if not exhaustive and prepared.floor[i] > limit * ROUNDING:
+                break
+            self.priced += 1
+            found = prepared.pricer.price(*prepared.fitting[i])
+            best = found if best is None else min(best, found, key=lambda f: f.order)
+        if best is not None:
+            self.best = sorted([*self.best, best], key=lambda f: f.order)[: self.kept]
 
+    def near(self) -> Found:
+        """The one that fails to fit by least; where bounds killed all, among the least bounds."""
+        order = np.argsort(self.bounds.memory_bytes, kind="stable")
+        for i in order[:NEAR] if self.nearest is None else ():
+            pricer = Pricer(self.tables, self.found[i], self.num_rows)
+            cut = even(pricer.seconds, self.found[i].stages())
+            self._miss(Found(float("inf"), pricer.peak(cut), self.found[i], cut))
+        return cast(Found, self.nearest)
 
-def _nothing_fits(hunt: _Hunt, capacity: float) -> SearchError:
-    least = float(hunt.bounds.memory_bytes.min())
-    near = hunt.nearest
-    shown = f"every plan needs at least {least / 2**30:.2f} GiB"
-    if near:
-        shown = f"the nearest miss needs {near.memory_bytes / 2**30:.2f} GiB ({near.candidate})"
-    return SearchError(
-        f"no plan fits into {capacity / 2**30:.2f} GiB per device: {shown}",
-        where="memory per device",
-        fix="a smaller global batch; more devices; or bfloat16 (precision='bfloat16')",
-    )
+    def _miss(self, found: Found) -> None:
+        if self.nearest is None or found.memory_bytes < self.nearest.memory_bytes:
+            self.nearest = found

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .tables import Array
+Array = NDArray[np.float64]
 
 Fits = Callable[[int, int, int], bool]  # (stage, first, end)
+ROUNDING = 1 + 1e-12
 MOST_TRIED = 300  # cuts that are all tried rather than reasoned about
 
 
-def cuts(seconds: Array, num_stages: int, fits: Fits) -> Iterator[tuple[int, ...]]:
-    """Borders worth evaluating: all of them if they are few, else the best-balanced that fit."""
+def cuts(seconds: Array, num_stages: int, fits: Fits,
+         free: tuple[int, ...] | None = None) -> Iterator[tuple[int, ...]]:  # fmt: skip
+    """Borders worth evaluating: all of them if they are few, else the best-balanced that fit.
+
+    `free` is the best-balanced cut if memory is no concern: where it fits, nothing is better.
+    """
     count = len(seconds)
-    if math.comb(count - 1, num_stages - 1) <= MOST_TRIED:
+    if is_small(count, num_stages):
         for inner in itertools.combinations(range(1, count), num_stages - 1):
             yield (0, *inner, count)
         return
-    found = smallest_bottleneck(seconds, num_stages, fits)
+    if free is not None and all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(free))):
+        found: tuple[int, ...] | None = free
+    else:
+        found = smallest_bottleneck(seconds, num_stages, fits)
     if found is not None:
         yield found
-        yield even(seconds, num_stages)
+        if (other := even(seconds, num_stages)) != found:
+            yield other
+
+
+def is_small(count: int, num_stages: int) -> bool:
+    """Whether all cuts are tried."""
+    return math.comb(count - 1, num_stages - 1) <= MOST_TRIED
 
 
 def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits) -> tuple[int, ...] | None:
@@ -32,37 +48,35 @@ def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits) -> tuple[in
 
     For a given limit, filling every stage from the left as far as it goes is exact: what remains is
     then contained in what any other cut leaves, and time and memory only grow with the blocks. The
-    least limit is one of the sums of consecutive blocks; bisection finds it to rounding.
+    limit begins where no cut can be below. If filling fails, it fails alike for every limit at
+    which no stage could take one more block, so the next one to try is the least that lets one.
     """
-    ends = np.concatenate([[0.0], np.cumsum(seconds)])
-    best = fill(ends, num_stages, math.inf, fits)
-    if best is None:
-        return None
-    low = max(float(seconds.max()), float(ends[-1]) / num_stages)
-    high = _slowest(ends, best)
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        found = fill(ends, num_stages, middle, fits)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, min(middle, _slowest(ends, found))
-    return best
+    ends = [0.0, *np.cumsum(seconds).tolist()]
+    limit = max(float(seconds.max()), ends[-1] / num_stages)
+    while limit < math.inf:
+        found, limit = fill(ends, num_stages, limit, fits)
+        if found is not None:
+            return found
+    return None
 
 
-def fill(ends: Array, num_stages: int, limit: float, fits: Fits) -> tuple[int, ...] | None:
-    """Each stage as long as the limit and the memory allow, but leaving a block for each later."""
-    count = len(ends) - 1
+def fill(ends: Sequence[float], num_stages: int, limit: float,
+         fits: Fits) -> tuple[tuple[int, ...] | None, float]:  # fmt: skip
+    """Each stage as long as the limit and the memory allow, but leaving a block for each later; and
+    the next limit at which this comes out otherwise."""
+    count, following = len(ends) - 1, math.inf
     borders = [0]
     for stage in range(num_stages):
         first = borders[-1]
         most = count - (num_stages - 1 - stage)
-        by_time = int(np.searchsorted(ends, ends[first] + limit * (1 + 1e-12), side="right")) - 1
+        by_time = bisect.bisect_right(ends, ends[first] + limit * ROUNDING) - 1
         end = _longest(stage, first, min(most, by_time), fits)
+        if end == by_time < most:
+            following = min(following, ends[end + 1] - ends[first])
         if end <= first:
-            return None
+            return None, following
         borders.append(end)
-    return tuple(borders) if borders[-1] == count else None
+    return (tuple(borders) if borders[-1] == count else None), following
 
 
 def _longest(stage: int, first: int, end: int, fits: Fits) -> int:
@@ -78,14 +92,10 @@ def _longest(stage: int, first: int, end: int, fits: Fits) -> int:
 
 def even(seconds: Array, num_stages: int) -> tuple[int, ...]:
     """Cuts nearest to equal shares."""
-    ends = np.concatenate([[0.0], np.cumsum(seconds)])
+    ends = [0.0, *np.cumsum(seconds).tolist()]
     borders = [0]
     for stage in range(1, num_stages):
-        near = int(np.searchsorted(ends, ends[-1] * stage / num_stages))
+        near = bisect.bisect_left(ends, ends[-1] * stage / num_stages)
         least, most = borders[-1] + 1, len(seconds) - (num_stages - stage)
         borders.append(min(max(near, least), most))
     return (*borders, len(seconds))
-
-
-def _slowest(ends: Array, borders: Sequence[int]) -> float:
-    return float(max(ends[b] - ends[a] for a, b in itertools.pairwise(borders)))

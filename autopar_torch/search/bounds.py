@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .evaluate import STATES
-from .space import Candidate
+from ..profile import Curve
+from .evaluate import after, summing
+from .memory import lasting, staying
+from .space import SCHEDULES, Candidate
 from .tables import Array, Tables
+
+FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
+ROUNDING = 1 + 1e-9  # a bound and a price may round differently
+Ints = NDArray[np.int64]
 
 
 class Bounds(NamedTuple):
@@ -17,56 +25,312 @@ class Bounds(NamedTuple):
 
     seconds: Array
     memory_bytes: Array
+    holds: NDArray[np.bool_]  # whether the capacity may hold it, block by block
 
 
-def bounds(candidates: Sequence[Candidate], tables: Tables, num_rows: int) -> Bounds:
-    """Both bounds of every candidate.
+class _Space:
+    """The candidates as columns, and what every program of theirs costs (candidate x program)."""
 
-    Time. With stages of work t = f + b that sum to S over p positions, one position k has t_k at
-    least S/p. It has m micro-batches to compute, so the step takes at least m S/p. Where schedules
-    have one stage per position and whole backwards (1F1B, GPipe), the first backward of k starts
-    after every forward on the way and every backward behind it; then k has m backwards to do, and
-    the backwards before k follow the last: S + (m-1) b_k, with b_k at least r S/p, where r is the
-    least share of backward in a block. The optimizer comes after everything: its share of the
-    parameters is at least the average.
+    COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
+               "split", "counts", "costs")  # fmt: skip
 
-    Memory. Some position holds at least the average of the parameters and of what the optimizer
-    keeps, whatever the cut, and at least one micro-batch of the average activations.
+    def __init__(self, found: Sequence[Candidate], tables: Tables, num_rows: int) -> None:
+        self.found, self.tables = found, tables
+        columns = list(zip(*found, strict=True))
+        self.option, self.pp, self.dp, self.count = (np.array(col) for col in columns[:4])
+        self.virtual, self.zero, self.recompute = (np.array(col) for col in columns[5:8])
+        codes = {name: code for code, name in enumerate(SCHEDULES)}
+        self.schedule = np.array([codes[name] for name in columns[4]])
+        self.rows = np.maximum(1, num_rows // (self.dp * self.count))
+        self.split = self.schedule == codes["zero_bubble"]
+        self.programs = max(len(keys) for keys, _ in tables.programs)
+        self.counts = self._per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
+        self.costs = self._costs()
+
+    def take(self, chosen: Ints) -> _Space:
+        """Only these candidates."""
+        space = copy.copy(self)
+        space.found = [self.found[i] for i in chosen.tolist()]
+        for name in self.COLUMNS:
+            setattr(space, name, getattr(self, name)[chosen])
+        return space
+
+    def _per_option(self, values: object) -> Array:
+        """A row of numbers per option, padded to the most programs."""
+        found = np.zeros((len(self.tables.options), self.programs))
+        for option in range(len(found)):
+            row = values(option)  # type: ignore[operator]
+            found[option, : len(row)] = row
+        return found
+
+    def by(self, *columns: Array | Ints) -> tuple[Ints, Ints]:
+        """(one candidate of each combination of these columns, the combination of each)."""
+        code: Any = np.zeros(len(self.found), dtype=np.int64)
+        for column in columns:
+            code = code * (int(column.max()) + 1) + column
+        _, first, which = np.unique(code, return_index=True, return_inverse=True)
+        return first, which.reshape(-1)
+
+    def _costs(self) -> Array:
+        """Candidate x program x column: what a micro-batch costs, gathers of ZeRO 3 included."""
+        first, which = self.by(self.option, self.rows, self.split, self.recompute)
+        table = np.zeros((len(first), self.programs, 6))
+        for row, i in enumerate(first):
+            own = self.tables.columns(int(self.option[i]), int(self.rows[i]), bool(self.split[i]),
+                                      bool(self.recompute[i]))  # fmt: skip
+            table[row, : len(own)] = own[:, :6]
+        costs = table[which]
+        gathers = self._gathers()[:, :, None]
+        costs[:, :, [FORWARD, BACKWARD, INPUT]] += gathers
+        return costs
+
+    def _gathers(self) -> Array:
+        """ZeRO 3: seconds of gathering the parameters of a block of every program."""
+        leaf = self._per_option(lambda o: self.least(o, self.tables.params(o).leaf))
+        first, which = self.by(self.option, self.pp, self.dp, self.zero)
+        meet_s = self.tables.profile.profile.overheads.meet_s
+        table = np.zeros((len(first), self.programs))
+        for row, i in enumerate(first):
+            if self.zero[i] == 3 and self.dp[i] > 1:
+                curve = self.team("gather", int(i))
+                table[row] = [curve.seconds(size) + meet_s if size else 0.0
+                              for size in leaf[self.option[i]]]  # fmt: skip
+        return table[which]
+
+    def least(self, option: int, values: Array) -> Array:
+        """Per program: the least of its blocks (parameters that are shared count only once)."""
+        keys, which = self.tables.programs[option]
+        found = np.full(len(keys), np.inf)
+        np.minimum.at(found, which, values)
+        return found
+
+    def team(self, op: str, i: int) -> Curve:
+        """Of the ranks that share the first stage of a candidate."""
+        stride = int(self.pp[i]) * self.tables.options[self.option[i]].degree
+        return self.tables.curve(op, 0, stride, int(self.dp[i]))
+
+
+def bounds(candidates: Sequence[Candidate], tables: Tables, num_rows: int,
+           capacity: float = np.inf) -> Bounds:  # fmt: skip
+    """Both bounds of every candidate; the proofs are with `_pipeline` and `_memory`. Candidates
+    that cannot fit are not looked at any further."""
+    space = _Space(candidates, tables, num_rows)
+    memory, holds = _memory(space, capacity)
+    seconds = np.full(len(candidates), np.inf)
+    possible = np.flatnonzero((memory <= capacity) & holds)
+    if len(possible):
+        rest = space.take(possible)
+        seconds[possible] = _pipeline(rest) + _outside(rest)
+    return Bounds(seconds, memory, holds)
+
+
+def _pipeline(space: _Space) -> Array:
+    """No cut ends its pipeline sooner.
+
+    With positions k = 0..p-1 of work t_k = f_k + b_k per micro-batch, which sum to S, and messages
+    of M seconds along the chain and back:
+
+    1F1B. The first backward of k starts after all forwards on the way and all backwards behind it.
+    Until then k has done no more than w_k = min(m, p-k) forwards, so (m-w_k) f_k + (m-1) b_k are
+    left after it, and behind them the backwards before k: S + M + (m-1) t_k - (w_k-1) f_k. With
+    f_k <= phi t_k that is S + M + c_k t_k, c_k = m-1 - (w_k-1) phi.
+    GPipe is the same with w_k = 1: all forwards pass the slowest f, all backwards the slowest b.
+    Zero bubble. The first inner backward of k starts after all forwards and the inner backwards
+    behind it; then all but w_k forwards, and all of the rest, are left:
+    F + M_f + sum of i_s behind k + m t_k - w_k f_k, with i_s >= iota t_s.
+
+    What the stages are, the worst k counts: max_k a_k >= sum_k u_k a_k for weights that sum to 1.
+    Choosing u_k c_k + iota (u_0 + .. + u_(k-1)) = K for all k makes that S K. Any schedule takes
+    m S / p, as some position has S / p to do for each of m micro-batches.
+
+    One stage has at least ceil(n / stages) of n blocks, so some t_k is at least the cheapest run of
+    so many: S + M + c_0 t for it (c_0 is the least), or m t.
     """
-    totals = {key: _totals(tables, *key) for key in {_key(c, num_rows) for c in candidates}}
-    columns = np.array([totals[_key(c, num_rows)] for c in candidates])
-    total, share, kept, held, trained = columns.T
-    m, p = (np.array([getattr(c, name) for c in candidates], dtype=float)
-            for name in ("micro_batches", "pp"))  # fmt: skip
-    dp = np.array([c.dp for c in candidates], dtype=float)
-    zero = np.array([c.zero for c in candidates])
-    plain = np.array([c.schedule in ("1f1b", "gpipe") for c in candidates])
-    average = total / p
-    there_and_back = total + (m - 1) * share * average
-    seconds = np.maximum(m * average, np.where(plain, there_and_back, 0.0))
-    owned = np.where(zero > 0, trained / dp, trained)
-    over = tables.profile.profile.overheads
-    seconds = seconds + owned / p * over.update_s_per_byte
-    params = np.where(zero == 3, held - trained + owned, held)
-    memory = (params + STATES * owned + kept) / p + over.fixed_bytes
-    return Bounds(seconds, memory)
+    over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
+    counts, costs, split = space.counts, space.costs, space.split
+    least, most = _per_micro_batch(space)
+    forward = costs[:, :, FORWARD]
+    other = np.where(split[:, None], costs[:, :, INPUT] + costs[:, :, WEIGHT],
+                     costs[:, :, BACKWARD])  # fmt: skip
+    work = forward + other + least
+    extra_f, extra = over.action_s + over.micro_batch_s, 2 * over.action_s + over.micro_batch_s
+    stages = p * space.virtual
+    total = (counts * work).sum(axis=1) + stages * extra
+    ahead = (counts * forward).sum(axis=1) + stages * extra_f
+    used = (counts > 0) & (work > 0)
+    phi = _ratio(forward, work, used).max(axis=1)
+    phi = np.maximum(phi, extra_f / extra if extra else 0.0)
+    slowest = work + most - least
+    iota = np.where(used, _ratio(costs[:, :, INPUT], slowest, used), 1.0).min(axis=1)
+    iota = np.where(split, np.minimum(iota, over.action_s / extra if extra else 1.0), 0.0)
+    there, back = _messages(space)
+    name = space.schedule
+    base = np.where(split, ahead + there, total + there + back)
+    factor, first = _spread(space, phi, iota)
+    longest = _least_longest(space, work)
+    followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
+    plain = name != SCHEDULES.index("interleaved")
+    seconds = np.maximum(m * np.maximum(total / p, longest), np.where(plain, base + followed, 0.0))
+    seconds = np.maximum(seconds, np.where(plain | (p == 1), 0.0, total + there + back))
+    return np.where(p == 1, m * total, seconds)
 
 
-Key = tuple[int, int, bool, bool]
+def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
+    """Candidate x program: `per_micro_batch` of its blocks, the least and the most of them."""
+    tables = space.tables
+    first, which = space.by(space.option, space.pp, space.dp, space.zero)
+    found = np.zeros((2, 2, len(first), space.programs))  # adding or summing; least or most
+    add = tables.profile.profile.overheads.add_s_per_byte
+    for row, i in enumerate(first):
+        option, trained = int(space.option[i]), tables.params(int(space.option[i])).trained
+        parts = (add * trained, summing(tables, space.found[i], trained))
+        for part, values in enumerate(parts):
+            least = space.least(option, values)
+            found[part, 0, row, : len(least)] = least
+            found[part, 1, row, : len(least)] = -space.least(option, -values)
+    share = ((space.count - 1) / space.count)[:, None]
+    once = np.where(space.zero[:, None] == 3, 1.0, share)
+    both = found[0][:, which] * share + found[1][:, which] * once
+    return both[0], both[1]
 
 
-def _key(c: Candidate, num_rows: int) -> Key:
-    rows = max(1, num_rows // (c.dp * c.micro_batches))
-    return c.option, rows, c.schedule == "zero_bubble", c.recompute
+def _ratio(part: Array, whole: Array, used: NDArray[np.bool_]) -> Array:
+    return np.where(used, part / np.where(used, whole, 1.0), 0.0)
 
 
-def _totals(tables: Tables, option: int, rows: int, split: bool,
-            recompute: bool) -> tuple[float, float, float, float, float]:  # fmt: skip
-    """(seconds of all blocks, least share of backward, kept, parameters, trained ones)."""
-    blocks, params = tables.blocks(option, rows, split, recompute), tables.params(option)
-    back = blocks.input + blocks.weight if split else blocks.backward
-    each = blocks.forward + back
-    shares = back[each > 0] / each[each > 0]
-    return (float(each.sum()), float(shares.min()) if shares.size else 0.0,
-            float(blocks.kept.sum()), float(params.held.sum()),
-            float(params.trained.sum()))  # fmt: skip
+def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
+    """(K, c_0) of every candidate: see `_pipeline`."""
+    p, m, split = space.pp, space.count, space.split
+    gpipe = space.schedule == SCHEDULES.index("gpipe")
+    weights, first = np.zeros(len(p)), np.zeros(len(p))
+    for k in range(int(p.max())):
+        i = np.flatnonzero(p > k)
+        ahead = np.where(gpipe[i], 1, np.minimum(m[i], p[i] - k))
+        c = m[i] - np.where(split[i], ahead, ahead - 1) * phi[i] - ~split[i]
+        if k == 0:
+            first = c
+        own = np.maximum(0.0, 1 - iota[i] * weights[i]) / np.maximum(c, 1e-9)
+        weights[i] += own
+    return 1 / weights, first
+
+
+def _messages(space: _Space) -> tuple[Array, Array]:
+    """Seconds of the cheapest messages over all borders between positions, there and back."""
+    tables = space.tables
+    first, which = space.by(space.option, space.rows, space.pp)
+    found = np.zeros((len(first), 2))
+    for row, i in enumerate(first):
+        p, option = int(space.pp[i]), int(space.option[i])
+        tp = tables.options[option].degree
+        sizes = [float(s[1:-1].min()) if len(s) > 2 else 0.0
+                 for s in tables.sends(option, int(space.rows[i]))]  # fmt: skip
+        for curve, count in tables.hops(tp, p):
+            found[row] += [count * at_least(curve, size) for size in sizes]
+    return found[which, 0], found[which, 1]
+
+
+def at_least(curve: Curve, num_bytes: float) -> float:
+    """Seconds of a message of so many bytes or more, whatever was measured of larger ones."""
+    points = getattr(curve, "points", None)
+    if points is None:
+        return curve.seconds(num_bytes)
+    falling = len(points) > 1 and points[-1][1] < points[-2][1]
+    larger = [y for x, y in points if x >= num_bytes]
+    return 0.0 if falling else max(0.0, min([curve.seconds(num_bytes), *larger]))
+
+
+def _least_longest(space: _Space, work: Array) -> Array:
+    """Seconds of the cheapest run of as many blocks as some stage must have."""
+    first, group = space.by(space.option, space.pp, space.virtual)
+    found = np.zeros(len(work))
+    for row, i in enumerate(first):
+        which = space.tables.programs[int(space.option[i])][1]
+        size = -(-len(which) // int(space.pp[i] * space.virtual[i]))
+        own = group == row
+        runs = _runs(which, size, space.programs)
+        found[own] = (work[own] @ runs.T).min(axis=1)
+    return found
+
+
+def _runs(which: Ints, size: int, programs: int) -> Array:
+    """The distinct runs of so many blocks, as counts of programs."""
+    one = np.zeros((len(which) + 1, programs))
+    one[np.arange(1, len(which) + 1), which] = 1
+    sums = one.cumsum(axis=0)
+    runs = sums[size:] - sums[:-size]
+    keep = np.concatenate([[True], (np.diff(runs, axis=0) != 0).any(axis=1)])
+    return runs[keep]
+
+
+def _outside(space: _Space) -> Array:
+    """What comes before and after: gathering and updating at least the average share; and, where
+    the first stage ends last (whole backwards), the sum of its last bucket, which holds block 0."""
+    over = space.tables.profile.profile.overheads
+    first, which = space.by(space.option, space.pp, space.dp, space.zero)
+    found, bucket = np.zeros(len(first)), np.zeros(len(first))
+    for row, i in enumerate(first):
+        params = space.tables.params(int(space.option[i]))
+        p, zero, dp = int(space.pp[i]), int(space.zero[i]), int(space.dp[i])
+        closing = after(space.tables, space.found[i])
+        found[row] = over.step_s + closing(float(params.trained.sum()) / p)
+        if zero in (1, 2) and dp > 1:
+            leaf = float(params.leaf.sum()) / p
+            found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.copy_s_per_byte
+        if dp > 1 and zero < 3 and (size := float(params.trained[0])):
+            curve = space.team("scatter" if zero else "sum", int(i))
+            bucket[row] = at_least(curve, size) + size * over.copy_s_per_byte
+    whole = np.isin(space.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
+    return found[which] + np.where(whole, bucket[which], 0.0)
+
+
+def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
+    """No cut needs less on every device; and whether all blocks find a place.
+
+    Some position holds at least the average of what lasts and of the gradients. And of the blocks
+    of the most common program, x_k of them on position k: it needs x_k r_k with r_k for what lasts,
+    for the activations in flight there and for the gradients where they last too. As the x_k sum to
+    the number n of such blocks, the largest x_k r_k is at least n / sum(1 / r_k); there, the
+    working memory of such a block comes on top. Blocks are whole: position k has place for no more
+    than floor(room / r_k) of them, and together the positions need place for n.
+    """
+    tables, copies = space.tables, space.tables.precision == "bfloat16"
+    first, which = space.by(space.option, space.dp, space.zero)
+    common = [int(np.bincount(w).argmax()) for _, w in tables.programs]
+    mean, own, grads = (np.zeros(len(first)) for _ in range(3))
+    for row, i in enumerate(first):
+        option = int(space.option[i])
+        params = tables.params(option)
+        alike = tables.programs[option][1] == common[option]
+        stays = lasting(space.found[i], params, copies)
+        mean[row] = float(stays.sum() + params.trained.sum())
+        own[row], grads[row] = (
+            float(stays[alike].min()),
+            float(params.trained[alike].min()) * staying(space.found[i]),
+        )
+    mean, own, grads = mean[which], own[which], grads[which]
+    chosen = np.array(common)[space.option]
+    lines = np.arange(len(space.found))
+    kept, working = space.costs[lines, chosen, KEPT], space.costs[lines, chosen, WORKING]
+    count = space.counts[lines, chosen]
+    inverse, places = np.zeros(len(lines)), np.zeros(len(lines))
+    fixed = tables.profile.profile.overheads.fixed_bytes
+    room = np.maximum(0.0, capacity - fixed - working)
+    for k in range(int(space.pp.max())):
+        i = np.flatnonzero(space.pp > k)
+        flight = _in_flight(space, i, k)
+        lasts = np.where(space.count[i] > 1, grads[i], 0.0)
+        rate = own[i] + flight / space.virtual[i] * kept[i] + lasts
+        inverse[i] += 1 / np.maximum(rate, 1e-9)
+        places[i] += np.floor(room[i] / np.maximum(rate, 1e-9) * ROUNDING)
+    return fixed + np.maximum(mean / space.pp, count / inverse + working), places >= count
+
+
+def _in_flight(space: _Space, i: Ints, k: int) -> Array:
+    """`in_flight` of position k, of some candidates."""
+    p, m, v, schedule = space.pp[i], space.count[i], space.virtual[i], space.schedule[i]
+    found = {"1f1b": np.minimum(m, p - k), "gpipe": m * v, "zero_bubble": np.minimum(m, p),
+             "interleaved": np.minimum(m * v, 2 * (p - k - 1) + (v - 1) * p + 1)}  # fmt: skip
+    return np.choose(schedule, [found[name] for name in SCHEDULES]).astype(float)
+
+
+__all__ = ["Bounds", "bounds"]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..profile import Curve
 from ..shard.reduction import BUCKET_BYTES
-from ..simulate.formula import Pipeline, ends
+from ..simulate.formula import Pipeline
+from .memory import Memory
 from .space import Candidate
 from .tables import Array, Blocks, Tables
 
-STATES = 2  # moments that an Adam keeps of a parameter
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)  # rows of Blocks
 
 
 class Found(NamedTuple):
-    """A priced plan; `comm_s` is what a device spends exchanging inside its pipeline."""
+    """A priced plan."""
 
     step_s: float
     memory_bytes: float
@@ -31,6 +33,14 @@ class Found(NamedTuple):
         return (self.step_s, self.memory_bytes, self.candidate, self.borders)
 
 
+class Parts(NamedTuple):
+    """Of several cuts of a candidate."""
+
+    work: Array  # forward, backward, input, weight; cut; stage
+    send: Array  # cut; border between two stages
+    back: Array
+
+
 class Pricer:
     """Everything about one candidate that does not depend on its borders, and then the rest."""
 
@@ -38,158 +48,151 @@ class Pricer:
         self.tables, self.candidate = tables, candidate
         option, c = tables.options[candidate.option], candidate
         self.tp = option.degree
-        self.rows = max(1, num_rows // (c.dp * c.micro_batches))
-        split = c.schedule == "zero_bubble"
-        self.params = tables.params(c.option)
-        blocks = tables.blocks(c.option, self.rows, split, c.recompute)
-        self.blocks = self._with_gathers(blocks)
+        self.rows = rows_of(c, num_rows)
         self.over = tables.profile.profile.overheads
-        self.sums = {name: _sums(getattr(self.blocks, name)) for name in Blocks._fields}
-        self.held, self.trained = _sums(self.params.held), _sums(self.params.trained)
+        self.params = tables.params(c.option)
+        split = c.schedule == "zero_bubble"
+        blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, split, c.recompute))
+        work = np.array(blocks[:4])
+        work[_WEIGHT if split else _BACKWARD] += per_micro_batch(tables, c, self.params.trained)
+        self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
+                                         else work[_BACKWARD])  # fmt: skip
+        self.work = np.zeros((4, work.shape[1] + 1))
+        np.cumsum(work, axis=1, out=self.work[:, 1:])
+        ahead = tables.sends(c.option, self.rows)[0]
+        self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
+                         (c.dp, c.pp) if c.zero == 3 else None)  # fmt: skip
+        self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
+                             tables.precision == "bfloat16")  # fmt: skip
+        self.closing = after(tables, c)
+        self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 
-    def _team(self, position: int) -> tuple[int, ...]:
-        """Ranks that hold the same part of a stage in all replicas."""
+    def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
+        pipe = self.pipeline(borders)
         c = self.candidate
-        return tuple((r * c.pp + position) * self.tp for r in range(c.dp))
+        stops = self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
+        stages = list(pairwise(borders))
+        last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
+        memory = self.peak(borders) if memory_bytes is None else memory_bytes
+        return Found(float(self.outside_of(borders) + last), memory, c, borders)
 
-    def _with_gathers(self, blocks: Blocks) -> Blocks:
-        """ZeRO 3 gathers every block before it runs, forward and backward."""
-        if self.candidate.zero < 3 or self.candidate.dp == 1:
-            return blocks
-        curve = self.tables.profile.curve("gather", self._team(0))
-        seconds = np.array([curve.seconds(size) if size else 0.0 for size in self.params.trained])
-        return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
-                               input=blocks.input + seconds,
-                               working=blocks.working + 2 * self.params.trained)  # fmt: skip
+    def peak(self, borders: Sequence[int]) -> float:
+        stages = list(pairwise(borders))
+        pp = self.candidate.pp
+        return max(self.memory.peak(p, stages[p::pp]) for p in range(pp))
 
     # --- time -----------------------------------------------------------------------------------
 
-    def price(self, borders: tuple[int, ...]) -> Found:
-        pipe = self._pipeline(borders)
-        c = self.candidate
-        stops = ends(c.schedule, pipe, c.micro_batches, c.virtual)
-        stages = list(pairwise(borders))
-        last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
-        memory = max(self.memory(p, stages[p :: c.pp]) for p in range(c.pp))
-        seconds = self._before(stages) + last + self._after(stages)
-        return Found(float(seconds), float(memory), c, borders)
+    def pipeline(self, borders: tuple[int, ...]) -> Pipeline:
+        parts = self.parts(np.array([borders]))
+        forward, backward, early, late = (tuple(column[0].tolist()) for column in parts.work)
+        send, back = tuple(parts.send[0].tolist()), tuple(parts.back[0].tolist())
+        return Pipeline(forward, backward, early, late, (*send, 0.0), (0.0, *back))
 
-    def _pipeline(self, borders: tuple[int, ...]) -> Pipeline:
+    def parts(self, borders: NDArray[np.int64]) -> Parts:
+        """Seconds of every stage, and of the messages between stages, for some cuts (rows)."""
         c, over = self.candidate, self.over
+        work = np.diff(self.work[:, borders], axis=2)
+        work[_FORWARD] += over.action_s + over.micro_batch_s
+        work[_BACKWARD : _INPUT + 1] += over.action_s
+        send, back = np.zeros((2, len(borders), c.stages() - 1))
+        for s in range(c.stages() - 1 if c.pp > 1 else 0):
+            here, there = s % c.pp * self.tp, (s + 1) % c.pp * self.tp
+            hop = self.tables.message(c.option, self.rows, here, there)
+            send[:, s], back[:, s] = hop[:, borders[:, s + 1]]
+        return Parts(work, send, back)
 
-        def part(name: str) -> Array:
-            total = self.sums[name]
-            return total[list(borders[1:])] - total[list(borders[:-1])]
-
-        again = np.diff(self.trained[list(borders)]) * over.add_s_per_byte
-        again *= (c.micro_batches - 1) / c.micro_batches
-        send, back = self._messages(borders)
-        forward = part("forward") + over.action_s + over.micro_batch_s
-        backward, early = part("backward") + again + over.action_s, part("input") + over.action_s
-        late = part("weight") + again
-        return Pipeline(forward.tolist(), backward.tolist(), early.tolist(), late.tolist(), send,
-                        back)  # fmt: skip
-
-    def _messages(self, borders: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Seconds of the messages at every border; none within a position."""
-        c = self.candidate
-        ahead, back = self.tables.sends(c.option, self.rows)
-        send, ret = [0.0] * c.stages(), [0.0] * c.stages()
-        for s, border in enumerate(borders[1:-1]):
-            here, there = s % c.pp, (s + 1) % c.pp
-            if here != there:
-                curve = self.tables.profile.curve("send", (here * self.tp, there * self.tp))
-                send[s], ret[s + 1] = curve.seconds(ahead[border]), curve.seconds(back[border])
-        return send, ret
-
-    def _before(self, stages: Sequence[tuple[int, int]]) -> float:
-        """The batch is taken, and ZeRO 1 and 2 gather the parameters."""
-        c = self.candidate
-        seconds = self.over.step_s
+    def outside(self, borders: NDArray[np.int64]) -> list[float]:
+        """Per cut: what comes before the pipeline and after it. ZeRO 1 and 2 gather the parameters;
+        the loss is summed over everyone, then the optimizer runs."""
+        c, over = self.candidate, self.over
+        trained, leaf = (_largest(total, borders, c.pp) for total in (self.trained, self.leaf))
+        seconds = [over.step_s + self.closing(size) for size in trained]
         if c.zero in (1, 2):
-            curve = self.tables.profile.curve("gather", self._team(0))
-            size = max(self._trained(p, stages) for p in range(c.pp))
-            seconds += curve.seconds(size) + size * self.over.copy_s_per_byte
+            curve = self.tables.curve("gather", 0, c.pp * self.tp, c.dp)
+            seconds = [s + curve.seconds(size) + size * over.copy_s_per_byte
+                       for s, size in zip(seconds, leaf, strict=True)]  # fmt: skip
         return seconds
 
-    def _after(self, stages: Sequence[tuple[int, int]]) -> float:
-        """The loss is summed over everyone, then the optimizer runs."""
-        c = self.candidate
-        world = self.tp * c.pp * c.dp
-        seconds = 0.0
-        if world > 1:
-            seconds += self.tables.profile.curve("sum", range(world)).seconds(4.0)
-        owned = max(self._trained(p, stages) for p in range(c.pp)) / (c.dp if c.zero else 1)
-        tensors = sum(self.params.number) / c.pp
-        return (
-            seconds + owned * self.over.update_s_per_byte + tensors * self.over.update_s_per_tensor
-        )
-
-    def _trained(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
-        own = stages[position :: self.candidate.pp]
-        return float(sum(self.trained[b] - self.trained[a] for a, b in own))
+    def outside_of(self, borders: tuple[int, ...]) -> float:
+        return self.outside(np.array([borders]))[0]
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
         """When the sums of a position are there: buckets leave as its last backward fills them."""
         c = self.candidate
-        if c.dp == 1:
+        if c.dp == 1 or c.zero == 3:
             return stop
-        curve = self.tables.profile.curve("scatter" if c.zero else "sum", self._team(position))
-        ready, done, size = stop, 0.0, 0.0
-        todo = list(range(stage[0], stage[1]))
-        starts = self.sums["backward"]
-        for block in reversed(todo):
-            size += self.params.trained[block]
-            ready = stop - float(starts[block] - starts[stage[0]])
-            full = c.zero >= 2 or size >= BUCKET_BYTES or block == todo[0]
-            if full and size:
-                done = max(done, ready) + self._bucket_seconds(curve, size)
+        op = "scatter" if c.zero else "sum"
+        curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
+        first, end = stage
+        starts = self.work[_BACKWARD, first:end].tolist()
+        sizes = self.params.trained[first:end].tolist()
+        done = size = 0.0
+        for i in range(end - first - 1, -1, -1):
+            size += sizes[i]
+            if size and (c.zero >= 2 or size >= BUCKET_BYTES or i == 0):
+                ready = stop - (starts[i] - starts[0])
+                done = max(done, ready) + bucket_seconds(curve, size, self.tables)
                 size = 0.0
         return max(done, stop)
 
-    def _bucket_seconds(self, curve: Curve, size: float) -> float:
-        return curve.seconds(size) + size * self.over.copy_s_per_byte
 
-    # --- memory ---------------------------------------------------------------------------------
-
-    def memory(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
-        """Most bytes on a device of a position that holds these stages."""
-        c = self.candidate
-        held = sum(float(self.held[b] - self.held[a]) for a, b in stages)
-        trained = sum(float(self.trained[b] - self.trained[a]) for a, b in stages)
-        owned = trained / c.dp if c.zero else trained
-        params = {0: held, 3: held - trained + owned}.get(c.zero, held + owned)
-        base = params + STATES * owned + self.over.fixed_bytes
-        kept = sum(float(self.sums["kept"][b] - self.sums["kept"][a]) for a, b in stages)
-        working = max(float(self.blocks.working[a:b].max()) for a, b in stages)
-        flight = in_flight(c, position) / len(stages) * kept
-        again = c.micro_batches > 1
-        grads = trained if again and c.zero < 2 else owned if again else 0.0
-        largest = max(float(self.params.largest[a:b].max()) for a, b in stages)
-        running = flight + working + grads
-        return base + max(running, self._packed(trained, owned, largest, again))
-
-    def _packed(self, trained: float, owned: float, largest: float, again: bool) -> float:
-        """Messages of gradients beside what they were packed from (see simulate/memory.py)."""
-        c = self.candidate
-        if c.dp == 1 or not c.zero:
-            return trained + 2 * largest
-        if c.zero == 1:
-            return 2 * trained + min(owned, BUCKET_BYTES)
-        return 2 * trained + largest / c.dp + (owned if again else 0.0)
+def rows_of(c: Candidate, num_rows: int) -> int:
+    return max(1, num_rows // (c.dp * c.micro_batches))
 
 
-def in_flight(c: Candidate, position: int) -> float:
-    """Micro-batches whose activations a position holds at its peak, counted per stage of it."""
-    count = c.micro_batches
-    if c.schedule == "gpipe":
-        return float(count * c.virtual)
-    if c.schedule == "zero_bubble":
-        return float(min(count, c.pp))
-    if c.schedule == "interleaved":
-        ahead = 2 * (c.pp - position - 1) + (c.virtual - 1) * c.pp + 1
-        return float(min(count * c.virtual, ahead))
-    return float(min(count, c.pp - position))
+def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:
+    """Seconds of adding gradients of such sizes to those that are there, and of `summing` them.
+
+    The first micro-batch adds nothing; the last sums of ZeRO 2 go on beside the backward.
+    """
+    share = (c.micro_batches - 1) / c.micro_batches
+    adding = share * (tables.profile.profile.overheads.add_s_per_byte * trained)
+    return adding + summing(tables, c, trained) * (1.0 if c.zero == 3 else share)
+
+
+def summing(tables: Tables, c: Candidate, trained: Array) -> Array:
+    """ZeRO 2 and 3 sum gradients at once, block by block, and keep only their own part."""
+    if c.zero < 2 or c.dp == 1:
+        return np.zeros(len(trained))
+    curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
+    meet_s = tables.profile.profile.overheads.meet_s
+    known = {size: bucket_seconds(curve, size, tables) + meet_s if size else 0.0
+             for size in set(trained.tolist())}  # fmt: skip
+    return np.array([known[size] for size in trained.tolist()])
+
+
+def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
+    """ZeRO 3 gathers every block before it runs, forward and backward."""
+    if c.zero < 3 or c.dp == 1:
+        return blocks
+    leaf = tables.params(c.option).leaf
+    curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
+    meet_s = tables.profile.profile.overheads.meet_s
+    known = {size: curve.seconds(size) + meet_s if size else 0.0 for size in set(leaf.tolist())}
+    seconds = np.array([known[size] for size in leaf.tolist()])
+    return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
+                           input=blocks.input + seconds,
+                           working=blocks.working + 2 * leaf)  # fmt: skip
+
+
+def after(tables: Tables, c: Candidate) -> Callable[[float], float]:
+    """The loss is summed over everyone, then the optimizer runs: seconds by bytes of a device."""
+    over, world = tables.profile.profile.overheads, tables.options[c.option].degree * c.pp * c.dp
+    seconds = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
+    seconds += tables.num_trained(c.option) / c.pp * over.update_s_per_tensor
+    byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
+    return lambda trained: seconds + trained * byte_s
+
+
+def bucket_seconds(curve: Curve, size: float, tables: Tables) -> float:
+    return curve.seconds(size) + size * tables.profile.profile.overheads.copy_s_per_byte
+
+
+def _largest(total: Array, borders: NDArray[np.int64], pp: int) -> list[float]:
+    """Per cut: most of something that one position has."""
+    parts = np.diff(total[borders], axis=1)
+    return parts.reshape(len(borders), -1, pp).sum(axis=1).max(axis=1).tolist()
 
 
 def _sums(values: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import groupby
 
 from ..plan import Plan
 from .best import Choice, Outcome
@@ -19,14 +19,17 @@ def short(plan: Plan) -> str:
     parts.append(f"{replica.num_micro_batches} micro-batch(es)")
     if pp > 1:
         parts.append(plan.schedule + (f" x{virtual}" if virtual > 1 else ""))
-        parts.append("blocks " + "|".join(str(b - a) for a, b in _ranges(plan)))
+        parts.append("blocks " + "|".join(_sizes(plan)))
     parts += [f"zero {plan.zero}"] if plan.zero else []
     parts += ["recompute"] if replica.stages[0].recompute else []
     return ", ".join(parts)
 
 
-def _ranges(plan: Plan) -> Sequence[tuple[int, int]]:
-    return [stage.blocks or (0, 0) for stage in plan.replicas[0].stages]
+def _sizes(plan: Plan) -> list[str]:
+    """Blocks per stage, equal ones in a row together: `7`, `14x6`, `7`."""
+    ranges = (stage.blocks or (0, 0) for stage in plan.replicas[0].stages)
+    runs = [(size, len(list(run))) for size, run in groupby(b - a for a, b in ranges)]
+    return [f"{count}x{size}" if count > 1 else str(size) for size, count in runs]
 
 
 def line(choice: Choice | Outcome, best_s: float) -> str:

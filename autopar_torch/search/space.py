@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from ..model import ModelGraph
-from ..plan import Plan, Replica, ScheduleName, Sharding, Stage
+from ..plan import Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
 
 class Option(Struct, frozen=True):
@@ -23,7 +23,7 @@ class Option(Struct, frozen=True):
         return math.prod(self.mesh)
 
 
-class Constraints(Struct, frozen=True):
+class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     """What the user pins or forbids; None leaves it open."""
 
     tp: int | None = None
@@ -34,6 +34,7 @@ class Constraints(Struct, frozen=True):
     schedule: ScheduleName | None = None
     recompute: bool | None = None
     max_virtual: int = 2
+    precision: Precision = "float32"
     memory_bytes: int | None = None  # per device, instead of what the device has
 
 
@@ -76,13 +77,13 @@ def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled
            limits: Constraints) -> Iterator[Candidate]:  # fmt: skip
     """Micro-batches, schedule, ZeRO and recompute of one shape."""
     counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
+    zeros = [0] if dp == 1 else [limits.zero] if limits.zero is not None else [0, 1, 2, 3]
+    zeros = [zero for zero in zeros if _allows(limits.zero, zero)]
     for count in counts:
         if not _allows(limits.num_micro_batches, count):
             continue
         for schedule, virtual in _schedules(pp, count, num_blocks, limits):
-            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                if not _allows(limits.zero, zero):
-                    continue
+            for zero in zeros:
                 for recompute in (False, True):
                     if _allows(limits.recompute, recompute):
                         yield Candidate(index, pp, dp, count, schedule, virtual, zero, recompute)
@@ -114,30 +115,35 @@ def _allows(pinned: object, value: object) -> bool:
 
 
 def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
-            reason: str = "found by search") -> Plan:  # fmt: skip
+            precision: Precision = "float32", reason: str = "found by search",
+            ) -> Plan:  # fmt: skip
     """The candidate written out: devices of a tensor group are neighbours, then stages."""
     option = options[candidate.option]
     tp, pp = option.degree, candidate.pp
-    table: list[Sharding] = []
-    numbers = [_number(table, sharding) for sharding in option.shardings]
+    table, numbers = _numbered(option)
 
     def stage(replica: int, s: int) -> Stage:
         start = (replica * pp + s % pp) * tp
-        first, last = borders[s], borders[s + 1]
-        own = tuple(numbers[first:last]) if tp > 1 else None
-        mesh = option.mesh if tp > 1 else ()
-        return Stage(tuple(range(start, start + tp)), (first, last), mesh, candidate.recompute, own)
+        return Stage(tuple(range(start, start + tp)), ranges[s], mesh, candidate.recompute, own[s])
+
+    ranges = [(borders[s], borders[s + 1]) for s in range(candidate.stages())]
+    own = [tuple(numbers[a:b]) if tp > 1 else None for a, b in ranges]
+    mesh = option.mesh if tp > 1 else ()
 
     replicas = tuple(
         Replica(tuple(stage(r, s) for s in range(candidate.stages())), candidate.micro_batches)
         for r in range(candidate.dp)
     )
-    return Plan(replicas, candidate.schedule, candidate.zero, "float32", tuple(table), reason)
+    return Plan(replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason)
 
 
-def _number(table: list[Sharding], sharding: Sharding | None) -> int:
-    if sharding is None:
-        return -1
-    if sharding not in table:
-        table.append(sharding)
-    return table.index(sharding)
+def _numbered(option: Option) -> tuple[list[Sharding], list[int]]:
+    """The distinct shardings, and the number of each block's (-1: whole)."""
+    table: list[Sharding] = []
+    known: dict[int, int] = {}  # blocks share shardings, so most are known by identity
+    for sharding in option.shardings:
+        if id(sharding) not in known:
+            if sharding is not None and sharding not in table:
+                table.append(sharding)
+            known[id(sharding)] = -1 if sharding is None else table.index(sharding)
+    return table, [known[id(sharding)] for sharding in option.shardings]

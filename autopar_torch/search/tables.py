@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -11,18 +12,24 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo
-from ..profile import AGAIN, SPLIT, Lookup, Piece, sharding_key
+from ..plan import Precision, Sharding
+from ..profile import AGAIN, SPLIT, Curve, Lookup, Piece, sharding_key
 from ..shard.layout import parse_forms, parts_of
+from ..simulate.formula import Pipeline, ends
+from .borders import smallest_bottleneck
 from .space import Option
 
 Array = NDArray[np.float64]
+Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts they lie
 
 
 class Params(NamedTuple):
-    """Per block, on one device: bytes of parameters, of those with gradients, of the largest."""
+    """Per block, on one device: bytes of parameters, of those with gradients, and of their leaves
+    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many."""
 
     held: Array
     trained: Array
+    leaf: Array
     largest: Array
     number: Array
 
@@ -42,16 +49,70 @@ class Blocks(NamedTuple):
 class Tables:
     """Looked up once per option, rows and kind; spread over the blocks by index."""
 
-    def __init__(self, options: Sequence[Option], graph: ModelGraph, profile: Lookup) -> None:
+    def __init__(self, options: Sequence[Option], graph: ModelGraph, profile: Lookup,
+                 precision: Precision = "float32") -> None:  # fmt: skip
         self.options, self.graph, self.profile = options, graph, profile
+        self.precision = precision
+        self._columns: dict[tuple[int, int, bool, bool], Array] = {}
         self._blocks: dict[tuple[int, int, bool, bool], Blocks] = {}
         self._params: dict[int, Params] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
-        self._keys = [self._programs(option) for option in options]
+        self._curves: dict[tuple[str, int, int, int], Curve] = {}
+        self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
+        self._messages: dict[tuple[int, int, Curve], Array] = {}
+        self._num_trained: dict[int, float] = {}
+        self._hops: dict[tuple[int, int], list[tuple[Curve, int]]] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        self.programs = [self._programs(option) for option in options]
 
     @property
     def cluster(self) -> Cluster:
         return self.profile.profile.cluster
+
+    def curve(self, op: str, start: int, step: int, count: int) -> Curve:
+        """Of ranks at equal distances."""
+        key = (op, start, step, count)
+        if key not in self._curves:
+            ranks = range(start, start + step * count, step)
+            self._curves[key] = self.profile.curve(op, ranks)
+        return self._curves[key]
+
+    def message(self, option: int, rows: int, here: int, there: int) -> Array:
+        """Per border: seconds of its message from one rank to another, and of the answer."""
+        curve = self.curve("send", here, there - here, 2)
+        key = (option, rows, curve)
+        if key not in self._messages:
+            sizes = np.array(self.sends(option, rows))
+            known = {size: curve.seconds(size) for size in set(sizes.ravel().tolist())}
+            seconds = [known[size] for size in sizes.ravel().tolist()]
+            self._messages[key] = np.array(seconds).reshape(sizes.shape)
+        return self._messages[key]
+
+    def num_trained(self, option: int) -> float:
+        if option not in self._num_trained:
+            self._num_trained[option] = float(self.params(option).number.sum())
+        return self._num_trained[option]
+
+    def hops(self, tp: int, pp: int) -> list[tuple[Curve, int]]:
+        """The distinct curves between neighbours of a pipeline, and how many of each."""
+        if (tp, pp) not in self._hops:
+            curves = (self.curve("send", s * tp, tp, 2) for s in range(pp - 1))
+            self._hops[tp, pp] = list(Counter(curves).items())
+        return self._hops[tp, pp]
+
+    def free_cut(self, key: tuple[object, ...], seconds: Array,
+                 num_stages: int) -> tuple[int, ...] | None:  # fmt: skip
+        """The best-balanced cut if memory is no concern, found once for equal work."""
+        if key not in self._cuts:
+            self._cuts[key] = smallest_bottleneck(seconds, num_stages, lambda *_: True)
+        return self._cuts[key]
+
+    def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
+        """The closed formula, once for equal pipelines."""
+        key = (name, pipe, count, virtual)
+        if key not in self._ends:
+            self._ends[key] = ends(*key)
+        return self._ends[key]
 
     def _programs(self, option: Option) -> tuple[list[tuple[str, str]], NDArray[np.int64]]:
         """The distinct (kind, sharding) of an option, and which one each block runs."""
@@ -64,42 +125,62 @@ class Tables:
             which.append(found.setdefault((block.kind, keys[id(sharding)]), len(found)))
         return list(found), np.array(which)
 
-    def blocks(self, option: int, rows: int, split: bool, recompute: bool) -> Blocks:
+    def columns(self, option: int, rows: int, split: bool, recompute: bool) -> Array:
+        """Per program of an option: the fields of `Blocks`."""
         key = (option, rows, split, recompute)
-        if key not in self._blocks:
-            programs, which = self._keys[option]
-            columns = [_column(self._piece(kind, own, rows, split, recompute))
-                       for kind, own in programs]  # fmt: skip
-            self._blocks[key] = Blocks(*np.array(columns).T[:, which])
-        return self._blocks[key]
+        if key not in self._columns:
+            self._columns[key] = np.array([
+                _column(self.piece(*program, rows, split, recompute))
+                for program in self.programs[option][0]
+            ])  # fmt: skip
+        return self._columns[key]
 
-    def _piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
+    def piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
         again = recompute and not self.graph.kinds[kind].mutates
         key = own + (SPLIT if split else "") + (AGAIN if again else "")
         return self.profile.piece(kind, key, rows)
 
+    def blocks(self, option: int, rows: int, split: bool, recompute: bool) -> Blocks:
+        key = (option, rows, split, recompute)
+        if key not in self._blocks:
+            self._blocks[key] = Blocks(*self.columns(*key).T[:, self.programs[option][1]])
+        return self._blocks[key]
+
     def params(self, option: int) -> Params:
         """A parameter that several blocks share counts where it is used first."""
         if option not in self._params:
+            which = self.programs[option][1]
+            known: dict[int, list[float]] = {}
             seen: set[str] = set()
             rows = []
-            for block, sharding in zip(self.graph.blocks, self.options[option].shardings,
-                                       strict=True):  # fmt: skip
-                sizes = [(0.0, 0.0)]
-                for slot, name in block.params.items():
-                    if name in seen and len(self._users[name]) > 1:
-                        continue
-                    seen.add(name)
-                    info = self.graph.params[name]
-                    cut = 1
-                    if sharding is not None:
-                        cut = parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
-                    size = info.num_elements * _item(info.dtype) / cut
-                    sizes.append((size, size if info.trainable and not info.buffer else 0.0))
-                rows.append((sum(h for h, _ in sizes), sum(t for _, t in sizes),
-                             max(t for _, t in sizes), sum(t > 0 for _, t in sizes)))  # fmt: skip
+            for i, block in enumerate(self.graph.blocks):
+                names = [n for n in block.params.values() if len(self._users[n]) > 1]
+                row = known.get(int(which[i])) if not names else None
+                if row is None:
+                    row = self._sizes(i, self.options[option].shardings[i], seen)
+                    known |= {} if names else {int(which[i]): row}
+                seen.update(names)
+                rows.append(row)
             self._params[option] = Params(*np.array(rows, dtype=float).T)
         return self._params[option]
+
+    def _sizes(self, index: int, sharding: Sharding | None, seen: set[str]) -> list[float]:
+        """The fields of `Params` of one block, without what was seen before."""
+        held = trained = leaf = largest = number = 0.0
+        for slot, name in self.graph.blocks[index].params.items():
+            info = self.graph.params[name]
+            if name in seen:
+                continue
+            cut = 1
+            if sharding is not None:
+                cut = parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
+            size = info.num_elements * _item(info.dtype) / cut
+            held += size
+            if info.trainable and not info.buffer:
+                copied = self.precision == "bfloat16" and info.dtype in ("float32", "float64")
+                trained, number, largest = trained + size, number + 1, max(largest, size)
+                leaf += info.num_elements * _item("bfloat16") / cut if copied else size
+        return [held, trained, leaf, largest, number]
 
     @cached_property
     def _users(self) -> dict[str, list[int]]:
@@ -113,34 +194,40 @@ class Tables:
         """Per border: bytes forward, bytes of gradients backward, per device."""
         key = (option, rows)
         if key not in self._sends:
-            pairs = [self._crossing(option, values, rows)
-                     for values in self._crossings]  # fmt: skip
-            ahead, back = np.array(pairs, dtype=float).T
+            kinds, which = self._borders(option)
+            sizes = [(sum(i.num_bytes(rows) / cut for i, cut in kind),
+                      sum(i.num_bytes(rows) / cut for i, cut in kind if i.grad))
+                     for kind in kinds]  # fmt: skip
+            ahead, back = np.array(sizes, dtype=float)[which].T
             self._sends[key] = ahead, back
         return self._sends[key]
 
+    def _borders(self, option: int) -> tuple[list[Crossing], list[int]]:
+        """The distinct sets of values that cross a border, and which of them each border has."""
+        if option not in self._crossing:
+            found: dict[Crossing, int] = {}
+            which = [found.setdefault(tuple((info, self._cut(option, value))
+                                            for value, info in values.items()), len(found))
+                     for values in self.graph.crossings()]  # fmt: skip
+            self._crossing[option] = list(found), which
+        return self._crossing[option]
+
     @cached_property
-    def _crossings(self) -> list[dict[str, TensorInfo]]:
-        return self.graph.crossings()
+    def _crossing(self) -> dict[int, tuple[list[Crossing], list[int]]]:
+        return {}
 
     @cached_property
     def _makers(self) -> dict[str, tuple[int, str]]:
         return {value: (i, slot) for i, block in enumerate(self.graph.blocks)
                 for slot, value in block.outputs.items()}  # fmt: skip
 
-    def _crossing(self, option: int, values: dict[str, TensorInfo],
-                  rows: int) -> tuple[float, float]:  # fmt: skip
-        ahead = back = 0.0
-        for value, info in values.items():
-            block, slot = self._makers[value]
-            sharding = self.options[option].shardings[block]
-            cut = 1
-            if sharding is not None:
-                cut = parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
-            size = info.num_bytes(rows) / cut
-            ahead += size
-            back += size if info.grad else 0.0
-        return ahead, back
+    def _cut(self, option: int, value: str) -> int:
+        """Parts that a value lies in, where it is made."""
+        block, slot = self._makers[value]
+        sharding = self.options[option].shardings[block]
+        if sharding is None:
+            return 1
+        return parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
 
 
 def _column(piece: Piece) -> list[float]:
@@ -155,6 +242,7 @@ def _column(piece: Piece) -> list[float]:
     ]
 
 
+@cache
 def _item(dtype: str) -> int:
     return TensorInfo((1,), dtype).num_bytes()
 

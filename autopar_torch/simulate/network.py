@@ -51,14 +51,16 @@ class AssumedLookup(Lookup):
 
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
-        self._assumed: dict[tuple[str, int, int], Assumed] = {}
+        self._assumed: dict[tuple[str, int, int, int], Assumed] = {}
+        sizes = {len(node) for node in profile.cluster.nodes}
+        self._per_node = sizes.pop() if len(sizes) == 1 else profile.cluster.num_devices
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         cluster = self.profile.cluster
         if self.curves and (op, cluster.place(ranks)) in self.curves:
             return super().curve(op, ranks)
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        key = (op, len(ranks), step)
+        key = (op, len(ranks), step, ranks[0] % self._per_node)  # nodes are alike, or all one
         if key not in self._assumed:
             self._assumed[key] = assumed(op, ranks, cluster)
         return self._assumed[key]  # type: ignore[return-value]

@@ -1,0 +1,123 @@
+"""Plan and simulate for machines that are not here: datasheets instead of measurements."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import files
+from ..cluster import Cluster, Device, Link, named
+from ..plan import Plan, Precision, fit
+from ..profile import Cell, CellNeed, Overheads, Piece, Profile
+from ..search.space import Candidate, Constraints, candidates
+from ..shard.estimate import estimate
+from ..shard.price import Prices
+from ..simulate.needs import needs_of
+from ..trace import Traced
+from . import options as ways
+from .choose import MOST_TP, Known
+from .shardings import complete
+
+Where = Cluster | Known | str | os.PathLike[str]
+MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines
+ADAM_PASSES, ADD_PASSES, COPY_PASSES = 7, 3, 2  # reads and writes of every byte
+HALF = 0.5  # bytes of a bfloat16 leaf per byte of its float32 master
+
+
+def place_of(where: Where) -> Cluster | Known:
+    """Machines as they are, by name (`16x8xH100`), or from a file: described, or measured."""
+    if isinstance(where, (Cluster, Known)):
+        return where
+    path = Path(where)
+    if path.suffix == ".json":
+        measured = path.exists() and b'"options"' in path.read_bytes()
+        return files.load(path, Known) if measured else files.load(path, Cluster)
+    return named(str(where))
+
+
+def known_of(traced: Traced, num_rows: int, where: Where, limits: Constraints) -> Known:
+    """What was measured, or what datasheets say."""
+    place = place_of(where)
+    return place if isinstance(place, Known) else assumed(traced, num_rows, place, limits)
+
+
+def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tuple[Plan, Profile]:
+    """The plan with everything written down, and a profile that prices it."""
+    place = place_of(where)
+    whole = fit(plan, traced.graph)
+    rows = max(1, num_rows // whole.num_micro_batches)
+    if isinstance(place, Known):
+        return complete(whole, traced, rows), place.profile
+    device = slowest(place)
+    meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
+    prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
+    whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
+    needs, _ = needs_of([whole], traced.graph, place, num_rows)
+    cells = [_cell(need, traced, device, prices) for need in needs]
+    return whole, Profile(place, merged(cells), overheads=overheads(device, plan.precision),
+                          assumed=True)  # fmt: skip
+
+
+def _cell(need: CellNeed, traced: Traced, device: Device,
+          prices: dict[tuple[int, ...], Prices]) -> Cell:  # fmt: skip
+    own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
+    piece = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
+    piece = ways.again_of(piece) if need.again else piece
+    return Cell(need.kind, need.key, (piece,), "datasheet")
+
+
+def merged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """One cell per program, its numbers of rows in order."""
+    pieces: dict[tuple[str, str], dict[int, Piece]] = {}
+    for cell in cells:
+        pieces.setdefault((cell.kind, cell.sharding), {}).update({p.rows: p for p in cell.pieces})
+    return tuple(Cell(*key, tuple(by_rows[n] for n in sorted(by_rows)), "datasheet")
+                 for key, by_rows in pieces.items())  # fmt: skip
+
+
+def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
+    """Every way to split the model on the cluster, with what its datasheets say about each."""
+    device = slowest(cluster)
+    meshes = [m for m in ways.meshes(cluster, MOST_TP) if limits.tp in (None, ways.degree(m))]
+    prices = {mesh: Prices(device, _links(cluster, mesh), 0.0, 1) for mesh in meshes}
+    options = tuple(ways.option(traced, mesh, prices[mesh]) for mesh in meshes)
+    found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
+    rows = few(sorted({rows_of(c, num_rows) for c in found}), MOST_ROWS)
+    cells = ways.estimated(traced, options, rows, prices) if rows else []
+    profile = Profile(cluster, tuple(cells), overheads=overheads(device, limits.precision),
+                      assumed=True)  # fmt: skip
+    return Known(options, profile)
+
+
+def slowest(cluster: Cluster) -> Device:
+    """The device that equal shares wait for."""
+    return min(set(cluster.devices), key=lambda d: (d.flops_per_s, d.memory_bytes_per_s, d.name))
+
+
+def overheads(device: Device, precision: Precision) -> Overheads:
+    """What a step costs beside its blocks: passes over memory."""
+    byte_s = 1 / (device.memory_bytes_per_s * device.memory_efficiency)
+    leaf = HALF if precision == "bfloat16" else 0.0
+    return Overheads(
+        update_s_per_byte=(ADAM_PASSES + leaf) * byte_s, add_s_per_byte=ADD_PASSES * byte_s,
+        copy_s_per_byte=COPY_PASSES * byte_s, fixed_bytes=float(device.fixed_bytes),
+    )  # fmt: skip
+
+
+def rows_of(candidate: Candidate, num_rows: int) -> int:
+    return max(1, num_rows // (candidate.dp * candidate.micro_batches))
+
+
+def few(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, the ends included."""
+    if len(values) <= most:
+        return list(values)
+    return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
+
+
+def _links(cluster: Cluster, mesh: Sequence[int]) -> tuple[Link, ...]:
+    return tuple(cluster.link(ranks) for ranks in ways.axis_ranks(mesh))
+
+
+__all__ = ["Where", "assumed", "known_of", "place_of", "profile_for"]

@@ -1,0 +1,102 @@
+"""Bytes of a position of a pipeline at its worst moment, for any range of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..shard.reduction import BUCKET_BYTES
+from .space import Candidate
+from .tables import Array, Blocks, Params
+
+STATES = 2  # moments that an Adam keeps of a parameter
+
+
+class Memory:
+    """What does not depend on the borders of one candidate; then `peak` is a few sums.
+
+    At the worst moment a position holds its parameters and what the optimizer keeps; and either
+    activations in flight, what one block works with and the gradients so far, or the gradients and
+    the messages that they are packed into.
+    """
+
+    def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
+                 fixed_bytes: float, copies: bool) -> None:  # fmt: skip
+        self.candidate, self.fixed = c, fixed_bytes
+        self.params = _sums(lasting(c, params, copies))
+        owned = params.trained / c.dp if c.zero else params.trained
+        self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
+                        "optimizer": STATES * owned}  # fmt: skip
+        self.trained, self.kept = _sums(params.trained), _sums(blocks.kept)
+        self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
+        self.came, self.again = came.tolist(), c.micro_batches > 1
+        self.stays = staying(c)
+        self.flight = [in_flight(c, k) for k in range(c.pp)]
+
+    def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
+        """Most bytes on a device of a position that holds these stages."""
+        base, trained, kept, working, largest = self.fixed, 0.0, 0.0, 0.0, 0.0
+        for a, b in stages:
+            base += self.params[b] - self.params[a]
+            trained += self.trained[b] - self.trained[a]
+            kept += self.kept[b] - self.kept[a] + self.came[a]
+            working = max(working, max(self.working[a:b]))
+            largest = max(largest, max(self.largest[a:b]))
+        running = self.flight[position] / len(stages) * kept + working
+        if self.again:
+            running += trained * self.stays
+        return base + max(running, self._packed(trained, largest))
+
+    def _packed(self, trained: float, largest: float) -> float:
+        """Messages of gradients beside what they were packed from (see simulate/memory.py)."""
+        c = self.candidate
+        if c.dp == 1 or not c.zero:
+            return trained + 2 * largest
+        if c.zero == 1:
+            return 2 * trained + min(trained / c.dp, BUCKET_BYTES)
+        return 2 * trained + largest / c.dp + (trained / c.dp if self.again else 0.0)
+
+    def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """What the bytes of `peak` are made of."""
+        found = {"fixed": self.fixed}
+        for name, column in self.lasting.items():
+            found[name] = float(sum(column[a:b].sum() for a, b in stages))
+        rest = self.peak(position, stages) - sum(found.values())
+        trained = sum(self.trained[b] - self.trained[a] for a, b in stages)
+        kept = sum(self.kept[b] - self.kept[a] + self.came[a] for a, b in stages)
+        running = self.flight[position] / len(stages) * kept
+        if running < trained:  # the worst moment is that of the sums
+            return found | {"gradients": trained, "messages": rest - trained}
+        grads = trained * self.stays if self.again else 0.0
+        return found | {"gradients": grads, "activations": running,
+                        "working": rest - grads - running}  # fmt: skip
+
+
+def lasting(c: Candidate, params: Params, copies: bool) -> Array:
+    """Per block: parameters, their leaves where those are copies, and the optimizer's states."""
+    owned = params.trained / c.dp if c.zero else params.trained
+    leaf = 0.0 if c.zero == 3 else params.leaf if c.zero or copies else 0.0
+    return params.held - params.trained + (1 + STATES) * owned + leaf
+
+
+def staying(c: Candidate) -> float:
+    """The part of the gradients that is kept from one micro-batch to the next."""
+    return 1.0 if c.zero < 2 else 1.0 / c.dp
+
+
+def in_flight(c: Candidate, position: int) -> float:
+    """Micro-batches whose activations a position holds at its peak, counted per stage of it."""
+    count = c.micro_batches
+    if c.schedule == "gpipe":
+        return float(count * c.virtual)
+    if c.schedule == "zero_bubble":
+        return float(min(count, c.pp))
+    if c.schedule == "interleaved":
+        ahead = 2 * (c.pp - position - 1) + (c.virtual - 1) * c.pp + 1
+        return float(min(count * c.virtual, ahead))
+    return float(min(count, c.pp - position))
+
+
+def _sums(values: Array) -> list[float]:
+    return [0.0, *np.cumsum(values).tolist()]

@@ -1,0 +1,67 @@
+"""Nothing fits: by how much the nearest plan fails, what fills its memory, and ways out."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from ..errors import SearchError
+from .evaluate import Found, Pricer
+from .space import Candidate, Constraints
+from .tables import Tables
+
+GIB = 2**30
+
+
+def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity: float,
+                 limits: Constraints) -> SearchError:  # fmt: skip
+    """The error, with the nearest miss by category of memory."""
+    parts = memory_parts(Pricer(tables, near.candidate, num_rows), near.borders)
+    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in
+                       sorted(parts.items(), key=lambda item: -item[1]) if size)  # fmt: skip
+    return SearchError(
+        f"no plan fits into {capacity / GIB:.2f} GiB per device, for {num_rows} rows on "
+        f"{tables.cluster.num_devices} devices\n  nearest: {words(tables, near.candidate)} needs "
+        f"{near.memory_bytes / GIB:.2f} GiB ({listed})",
+        where="memory per device",
+        fix="; or ".join(_ways_out(tables, near, num_rows, capacity, limits, parts)),
+    )
+
+
+def memory_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
+    """Bytes by category on the fullest position."""
+    pp, stages = pricer.candidate.pp, list(pairwise(borders))
+    memory = pricer.memory
+    worst = max(range(pp), key=lambda k: memory.peak(k, stages[k::pp]))
+    return memory.parts(worst, stages[worst::pp])
+
+
+def words(tables: Tables, c: Candidate) -> str:
+    """A candidate as degrees."""
+    text = f"tp={tables.options[c.option].degree} pp={c.pp} dp={c.dp}"
+    text += f" num_micro_batches={c.micro_batches}"
+    text += f" zero={c.zero}" if c.zero else ""
+    return text + (" recompute" if c.recompute else "")
+
+
+def _ways_out(tables: Tables, near: Found, num_rows: int, capacity: float, limits: Constraints,
+              parts: dict[str, float]) -> list[str]:  # fmt: skip
+    """Three of them, the cheapest first."""
+    ways = []
+    pinned = [name for name in ("tp", "pp", "dp", "zero", "num_micro_batches", "recompute",
+                                "schedule") if getattr(limits, name) is not None]  # fmt: skip
+    if pinned:
+        ways.append(f"leave {', '.join(pinned)} open")
+    if limits.precision == "float32":
+        ways.append("precision='bfloat16'")
+    kept = parts.get("activations", 0.0) + parts.get("working", 0.0)
+    room = capacity - near.memory_bytes + kept
+    if kept and room > 0 and (rows := int(num_rows * room / kept)):
+        ways.append(f"a global batch of about {rows} rows")
+    over = near.memory_bytes - parts.get("fixed", 0.0)
+    free = capacity - parts.get("fixed", 0.0)
+    if free > 0:
+        count = math.ceil(tables.cluster.num_devices * over / free)
+        ways.append(f"about {count} devices")
+    ways.append(f"devices of {math.ceil(near.memory_bytes / GIB)} GiB")
+    return ways[:3]

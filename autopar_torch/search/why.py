@@ -1,0 +1,190 @@
+"""Why this plan: what a step is spent on, what else would cost, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from ..errors import SearchError
+from ..model import ModelGraph
+from ..plan import Plan
+from ..profile import Profile
+from ..simulate.network import lookup
+from .best import Choice, Result, search
+from .evaluate import Pricer
+from .explain import short
+from .misses import GIB, memory_parts
+from .space import Candidate, Constraints, Option
+from .tables import Tables
+
+
+@dataclass(frozen=True)
+class Case:
+    """A search that can be asked again."""
+
+    graph: ModelGraph
+    options: Sequence[Option]
+    profile: Profile
+    num_rows: int
+    limits: Constraints
+
+    def best(self, num_rows: int = 0, profile: Profile | None = None, **limits: Any) -> Result:
+        """The same search with something changed."""
+        changed = msgspec.structs.replace(self.limits, **limits)
+        return search(self.graph, self.options, lookup(profile or self.profile),
+                      num_rows or self.num_rows, changed)  # fmt: skip
+
+    def pricer(self, plan: Plan) -> tuple[Pricer, tuple[int, ...]]:
+        tables = Tables(self.options, self.graph, lookup(self.profile), plan.precision)
+        found, borders = candidate_of(plan, self.options)
+        return Pricer(tables, found, self.num_rows), borders
+
+
+def candidate_of(plan: Plan, options: Sequence[Option]) -> tuple[Candidate, tuple[int, ...]]:
+    """A plan of equal replicas as the search sees it."""
+    replica = plan.replicas[0]
+    stages, pp = replica.stages, len(replica.positions)
+    mesh = () if len(stages[0].devices) == 1 else stages[0].axes
+    index = next((i for i, option in enumerate(options) if option.mesh == mesh), None)
+    alike = all(r.num_micro_batches == replica.num_micro_batches
+                and [s.blocks for s in r.stages] == [s.blocks for s in stages]
+                for r in plan.replicas) and len({s.recompute for s in stages}) == 1  # fmt: skip
+    if index is None or not alike or any(s.blocks is None for s in stages):
+        raise SearchError("only plans of equal replicas, with borders, are compared part by part",
+                          where="Plan.replicas", fix="use autopar_torch.simulate")  # fmt: skip
+    borders = (0, *((s.blocks or (0, 0))[1] for s in stages))
+    return Candidate(index, pp, len(plan.replicas), replica.num_micro_batches, plan.schedule,
+                     len(stages) // pp, plan.zero, stages[0].recompute), borders  # fmt: skip
+
+
+def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
+    """Seconds of a step by what its busiest position does; they sum to the step."""
+    c = pricer.candidate
+    found, pipe = pricer.price(borders), pricer.pipeline(borders)
+    split = c.schedule == "zero_bubble"
+    stops = pricer.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
+    outside = pricer.outside_of(borders)
+    work = (pipe.forward, pipe.input, pipe.weight) if split else (pipe.forward, pipe.backward)
+    turns = [sum(sum(part[k :: c.pp]) for part in work) for k in range(c.pp)]
+    busiest = max(range(c.pp), key=turns.__getitem__)
+    busy = c.micro_batches * turns[busiest]
+    exchange = c.micro_batches * _exchanged(pricer, list(pairwise(borders))[busiest :: c.pp])
+    return {
+        "computing": busy - exchange, "exchange in tensor groups": exchange,
+        "waiting in the pipeline": max(stops) - busy,
+        "gradient sums": found.step_s - outside - max(stops), "gathers and update": outside,
+    }  # fmt: skip
+
+
+def _exchanged(pricer: Pricer, stages: Sequence[tuple[int, int]]) -> float:
+    """Seconds per micro-batch that the tensor group of a position exchanges."""
+    tables, c = pricer.tables, pricer.candidate
+    programs, which = tables.programs[c.option]
+    total = 0.0
+    for a, b in stages:
+        for number in which[a:b]:
+            split = c.schedule == "zero_bubble"
+            kind, own = programs[number]
+            piece = tables.piece(kind, own, pricer.rows, split, c.recompute)
+            total += piece.comm_forward_s + piece.comm_backward_s
+    return total
+
+
+def against(case: Case, plan: Plan, best: Plan) -> list[str]:
+    """Where a plan loses against the best, by parts of time and of memory."""
+    rows = []
+    (own, cut), (other, best_cut) = case.pricer(plan), case.pricer(best)
+    tables = (("ms", 1e3, time_parts(own, cut), time_parts(other, best_cut)),
+              ("GiB", 1 / GIB, memory_parts(own, cut), memory_parts(other, best_cut)))  # fmt: skip
+    for unit, scale, mine, its in tables:
+        rows.append(f"{unit:>28}      this      best  difference")
+        for name in dict.fromkeys((*mine, *its, "all")):
+            a, b = (sum(p.values()) if name == "all" else p.get(name, 0.0) for p in (mine, its))
+            rows.append(f"{name:>28}  {a * scale:8.2f}  {b * scale:8.2f}  {(a - b) * scale:+9.2f}")
+    return rows
+
+
+def why(case: Case, best: Choice) -> list[str]:
+    """Why this sharding, why these degrees, and what would change them."""
+    pricer, borders = case.pricer(best.plan)
+    rows = ["a step is spent on:"]
+    for name, seconds in time_parts(pricer, borders).items():
+        rows.append(f"  {name:<28} {seconds * 1e3:9.2f} ms  {seconds / best.step_s:6.1%}")
+    rows += ["the fullest device holds:"]
+    rows += [f"  {name:<28} {size / GIB:9.2f} GiB"
+             for name, size in memory_parts(pricer, borders).items()]  # fmt: skip
+    rows += ["how blocks are split:", *_splits(pricer)]
+    rows += ["with one choice made otherwise, the rest chosen again:", *_otherwise(case, best)]
+    return [*rows, "what would change the plan:", *_changes(case, best)]
+
+
+def _splits(pricer: Pricer) -> Iterator[str]:
+    """Per kind: how many of its ops are shared, and what that costs in exchange."""
+    option = pricer.tables.options[pricer.candidate.option]
+    programs, which = pricer.tables.programs[pricer.candidate.option]
+    for number, (kind, key) in enumerate(programs):
+        blocks = [i for i, n in enumerate(which) if n == number]
+        sharding, piece = option.shardings[blocks[0]], pricer.tables.profile.piece(
+            kind, key, pricer.rows)  # fmt: skip
+        name = f"  {kind} x {len(blocks)}: "
+        if sharding is None:
+            yield name + "whole, as no tensor group is used"
+            continue
+        split = sum("S" in text for text in sharding.ops.values())
+        comm = piece.comm_forward_s + piece.comm_backward_s
+        whole = comm + piece.forward_s + piece.backward_s
+        yield (f"{name}{split} of {len(sharding.ops)} ops shared by {option.degree} devices, "
+               f"{comm / whole if whole else 0.0:.1%} of its time is exchange")  # fmt: skip
+
+
+def _otherwise(case: Case, best: Choice) -> Iterator[str]:
+    """The best plans that differ in one degree: why each degree is what it is."""
+    c, _ = candidate_of(best.plan, case.options)
+    tp = case.options[c.option].degree
+    near: dict[str, tuple[int, list[Any]]] = {
+            "tp": (tp, [tp // 2, tp * 2]), "pp": (c.pp, [c.pp // 2, c.pp * 2]),
+            "dp": (c.dp, [c.dp // 2, c.dp * 2]), "zero": (c.zero, [0, 1, 2, 3]),
+            "recompute": (c.recompute, [not c.recompute])}  # fmt: skip
+    for name, (own, others) in near.items():
+        if getattr(case.limits, name) is not None:
+            yield f"  {name}={own}: was asked for"
+            continue
+        for other in dict.fromkeys(o for o in others if o != own and (o or name != "tp")):
+            try:
+                found = case.best(**{name: other}).best
+            except SearchError as error:
+                yield f"  {name}={other}: {error.what.splitlines()[0]}"
+                continue
+            yield f"  {name}={other}: {found.step_s / best.step_s - 1:+.1%}  {short(found.plan)}"
+
+
+def _changes(case: Case, best: Choice) -> Iterator[str]:
+    """The same search with more memory, another batch, faster or slower networks."""
+    cluster = case.profile.cluster
+    memory = case.limits.memory_bytes or min(d.memory_bytes for d in cluster.devices)
+
+    def network(factor: float) -> dict[str, Any]:
+        link = msgspec.structs.replace(
+            cluster.across, bytes_per_s=cluster.across.bytes_per_s * factor)  # fmt: skip
+        changed = msgspec.structs.replace(cluster, across=link)
+        return {"profile": msgspec.structs.replace(case.profile, cluster=changed)}
+
+    asked: dict[str, dict[str, Any]] = {
+        "twice the memory": {"memory_bytes": 2 * memory},
+        "half the memory": {"memory_bytes": memory // 2},
+        "twice the batch": {"num_rows": 2 * case.num_rows},
+    }  # fmt: skip
+    if case.profile.assumed and len(cluster.nodes) > 1:
+        asked |= {"a network twice as fast": network(2.0), "a network half as fast": network(0.5)}
+    for name, change in asked.items():
+        try:
+            found = case.best(**change).best
+        except SearchError:
+            yield f"  {name}: nothing would fit"
+            continue
+        same = short(found.plan) == short(best.plan)
+        yield f"  {name}: {'the same plan' if same else short(found.plan)}"

@@ -1,0 +1,87 @@
+"""Random search problems, small enough for brute force."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from autopar_torch.cluster import Cluster, Device, Link
+from autopar_torch.model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
+from autopar_torch.plan import Sharding
+from autopar_torch.profile import Cell, Lookup, Overheads, Piece, Profile, cell_key
+from autopar_torch.search.space import Constraints, Option
+from autopar_torch.simulate.network import lookup
+
+
+class Problem(NamedTuple):
+    graph: ModelGraph
+    options: list[Option]
+    profile: Lookup
+    num_rows: int
+    limits: Constraints
+
+
+def problem(seed: int) -> Problem:
+    """Blocks of up to three kinds on up to eight devices; some of them are tight on memory."""
+    draw = random.Random(seed)
+    kinds, graph = _model(draw, draw.randint(1, 3), draw.randint(2, 6))
+    options = [Option((), (None,) * len(graph.blocks))]
+    shardings: list[dict[str, Sharding | None]] = [dict.fromkeys(kinds)]
+    for parts in (2, 4):
+        forms = {"w_0": "S0|S0", "x0": "R|R", "y0": "R|R"}
+        own = {k: Sharding(k, (parts,), {"o": "S0"}, forms) for k in kinds}
+        shardings.append(dict(own))
+        options.append(Option((parts,), tuple(own[b.kind] for b in graph.blocks)))
+    cells = [cell for table in shardings for kind, sharding in table.items()
+             for cell in _cells(draw, kind, sharding)]  # fmt: skip
+    over = Overheads(update_s_per_byte=1e-8, step_s=draw.choice([0.0, 1e-3]),
+                     action_s=draw.choice([0.0, 1e-3]), micro_batch_s=draw.choice([0.0, 2e-3]),
+                     add_s_per_byte=draw.choice([0.0, 1e-7]), copy_s_per_byte=1e-9)  # fmt: skip
+    found = Profile(_cluster(draw), tuple(cells), overheads=over, assumed=True)
+    precision = draw.choice(["float32", "bfloat16"])
+    return Problem(
+        graph, options, lookup(found), draw.choice([4, 8, 16]), Constraints(precision=precision)
+    )  # type: ignore[arg-type]
+
+
+def _model(draw: random.Random, num_kinds: int,
+           num_blocks: int) -> tuple[list[str], ModelGraph]:  # fmt: skip
+    x = TensorInfo((ROWS, draw.choice([8, 64])), "float32", True)
+    kinds = {}
+    for k in range(num_kinds):
+        weight = TensorInfo((draw.choice([16, 256]), 64), "float32", True)
+        kinds[f"k{k}"] = Kind(f"k{k}", {"x0": x}, {}, {"w_0": weight}, {"y0": x}, 1, 1.0)
+    params, blocks = {}, []
+    tied = num_blocks > 2 and draw.random() < 0.3
+    for i in range(num_blocks):
+        kind = f"k{draw.randrange(num_kinds)}"
+        name = "p0" if tied and i == num_blocks - 1 else f"p{i}"
+        params.setdefault(name, ParamInfo(kinds[kind].params["w_0"].shape, "float32", True))
+        inputs = {"x0": f"v{i - 1}"} if i else {}
+        blocks.append(Block(f"b{i}", kind, inputs, {}, {"w_0": name}, {"y0": f"v{i}"}))
+    return list(kinds), ModelGraph(kinds, tuple(blocks), params, {"loss": f"v{num_blocks - 1}"})
+
+
+def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Cell]:
+    base, back, kept = draw.uniform(1e-3, 1e-2), draw.uniform(1.0, 3.0), draw.choice([500, 2000])
+    comm = 0.0 if sharding is None else 1e-3
+    found = []
+    for split in (False, True):
+        for again in (False, True):
+            extra = base if again else 0.0
+            pieces = tuple(
+                Piece(n, base * n, (back * base + extra) * n, (0.6 * back * base + extra) * n,
+                      0.4 * back * base * n, comm, comm * (2 if again else 1), 256.0 * n,
+                      (256.0 if again else kept) * n, 600.0 * n, 700.0 * n)
+                for n in (1, 16)
+            )  # fmt: skip
+            found.append(Cell(kind, cell_key(sharding, split, again), pieces))
+    return found
+
+
+def _cluster(draw: random.Random) -> Cluster:
+    world = draw.choice([1, 2, 4, 8])
+    device = Device("d", 1e9, 1e9, draw.choice([10**9, 400_000, 150_000]))
+    nodes = draw.choice([1, 2]) if world > 1 else 1
+    return Cluster(((device,) * (world // nodes),) * nodes, Link(1e-4, draw.choice([1e6, 1e8])),
+                   Link(1e-3, draw.choice([1e5, 1e7])))  # fmt: skip

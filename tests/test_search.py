@@ -1,0 +1,240 @@
+"""The search finds what brute force finds, its bounds are bounds, its formula is the engine's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autopar_torch import files
+from autopar_torch.errors import SearchError
+from autopar_torch.schedule import Op, build
+from autopar_torch.search.best import Result, search
+from autopar_torch.search.borders import smallest_bottleneck
+from autopar_torch.search.bounds import bounds
+from autopar_torch.search.evaluate import Pricer
+from autopar_torch.search.floors import floors
+from autopar_torch.search.space import Constraints, as_plan, candidates
+from autopar_torch.search.tables import Tables
+from autopar_torch.search.why import Case, against, candidate_of, time_parts, why
+from autopar_torch.simulate import fluid
+from autopar_torch.simulate.formula import Pipeline, ends
+from autopar_torch.simulate.lanes import lanes
+from autopar_torch.simulate.walk import walk
+from problems import Problem, problem
+
+UNTIMED = settings(deadline=None, max_examples=100)
+LONG = settings(deadline=None, max_examples=500)
+seeds = st.integers(0, 10**6)
+COMPUTE = (Op.F, Op.B, Op.I, Op.W)
+
+
+def solved(given: Problem, exhaustive: bool = False) -> Result | None:
+    try:
+        return search(*given[:4], given.limits, exhaustive=exhaustive)
+    except SearchError:
+        return None
+
+
+def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    inner = itertools.combinations(range(1, blocks), stages - 1)
+    return [(0, *borders, blocks) for borders in inner]
+
+
+def same_as_brute_force(seed: int) -> None:
+    given = problem(seed)
+    quick, slow = solved(given), solved(given, exhaustive=True)
+    assert (quick is None) == (slow is None)
+    if quick and slow:
+        assert quick.best == slow.best
+        assert quick.runners_up == slow.runners_up
+
+
+@given(seeds)
+@UNTIMED
+def test_best_first_finds_the_plans_of_brute_force(seed: int) -> None:
+    same_as_brute_force(seed)
+
+
+@pytest.mark.slow
+@given(seeds)
+@LONG
+def test_best_first_finds_the_plans_of_brute_force_on_many_problems(seed: int) -> None:
+    same_as_brute_force(seed)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=25)
+def test_no_cut_is_below_its_bounds(seed: int) -> None:
+    graph, options, profile, num_rows, limits = problem(seed)
+    tables = Tables(options, graph, profile, limits.precision)
+    found = list(candidates(options, graph, tables.cluster.num_devices, num_rows, limits))
+    below = bounds(found, tables, num_rows)
+    for i in random.Random(seed).sample(range(len(found)), min(20, len(found))):
+        pricer = Pricer(tables, found[i], num_rows)
+        blocks = len(graph.blocks)
+        cuts = every_cut(blocks, found[i].stages())
+        for cut, floor in zip(cuts, floors(pricer, cuts), strict=True):
+            price = pricer.price(cut)
+            assert below.seconds[i] <= price.step_s * (1 + 1e-9)
+            assert floor <= price.step_s * (1 + 1e-9)
+            assert below.memory_bytes[i] <= price.memory_bytes * (1 + 1e-9)
+            fits = bounds([found[i]], tables, num_rows, price.memory_bytes)
+            assert fits.holds[0]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=9), st.integers(1, 5), seeds)
+@UNTIMED
+def test_smallest_bottleneck_is_that_of_all_cuts(
+    seconds: list[float], stages: int, seed: int
+) -> None:
+    stages = min(stages, len(seconds))
+    room = random.Random(seed).choice([2, 3, 99])
+
+    def fits(stage: int, first: int, end: int) -> bool:
+        return end - first <= room + (stage % 2)
+
+    def slowest(cut: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut))
+
+    fitting = [cut for cut in every_cut(len(seconds), stages)
+               if all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(cut)))]  # fmt: skip
+    found = smallest_bottleneck(np.array(seconds), stages, fits)
+    assert (found is None) == (not fitting)
+    if found:
+        assert found in fitting
+        assert slowest(found) == pytest.approx(min(map(slowest, fitting)))
+
+
+shapes = st.sampled_from(["gpipe", "1f1b", "zero_bubble", "interleaved"])
+
+
+def pipeline(seed: int, stages: int) -> Pipeline:
+    """Random stages, or (homogeneous) all alike but for the last."""
+    draw = random.Random(seed)
+    base = [draw.uniform(0.5, 2.0) for _ in range(stages)]
+    if draw.random() < 0.5:
+        base = [1.0] * (stages - 1) + [draw.choice([0.9, 1.0, 1.2])]
+    inner, message = draw.uniform(0.5, 1.5), draw.choice([0.0, 0.01, 0.4, 3.0])
+    return Pipeline(tuple(base), tuple(2 * b for b in base), tuple(inner * b for b in base),
+                    tuple(b * 0.9 for b in base), (message,) * stages,
+                    (message,) * stages)  # fmt: skip
+
+
+def work_of(pipe: Pipeline) -> dict[Op, tuple[float, ...]]:
+    return {Op.F: pipe.forward, Op.B: pipe.backward, Op.I: pipe.input, Op.W: pipe.weight,
+            Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}  # type: ignore[dict-item]  # fmt: skip
+
+
+def counted(name: str, positions: int, micro_batches: int) -> tuple[int, int]:
+    """(virtual stages, micro-batches) that the schedule can take."""
+    return (
+        (2, positions * (1 + micro_batches // 4)) if name == "interleaved" else (1, micro_batches)
+    )
+
+
+@given(shapes, st.integers(2, 6), st.integers(1, 40), seeds)
+@UNTIMED
+def test_the_formula_ends_when_the_lists_end(name: str, p: int, m: int, seed: int) -> None:
+    virtual, m = counted(name, p, m)
+    pipe = pipeline(seed, p * virtual)
+    work = work_of(pipe)
+    schedule = build(name, tuple(range(p)) * virtual, m)
+    expected = walk(schedule, lambda a: work[a.op][a.stage] if a.op in work else 0.0)
+    assert ends(name, pipe, m, virtual) == pytest.approx(expected, rel=1e-9)
+
+
+@given(shapes, st.integers(2, 4), st.integers(1, 8), seeds)
+@settings(deadline=None, max_examples=40)
+def test_the_formula_ends_when_the_engine_does(name: str, p: int, m: int, seed: int) -> None:
+    """Nobody shares anything: every position is a resource of its own, messages need none."""
+    virtual, m = counted(name, p, m)
+    pipe = pipeline(seed, p * virtual)
+    work, tasks, number = work_of(pipe), [], {}
+    todo = [list(lane) for lane in build(name, tuple(range(p)) * virtual, m).actions]
+    last: dict[int, int] = {}
+    while any(todo):
+        for position, lane in enumerate(todo):
+            while lane:
+                action, after = lane[0], [last[position]] if position in last else []
+                if action.op in (Op.RECV_F, Op.RECV_B):
+                    if action.other_end() not in number:
+                        break
+                    after.append(number[action.other_end()])
+                lane.pop(0)
+                seconds = work[action.op][action.stage] if action.op in work else 0.0
+                sends = action.op in (Op.SEND_F, Op.SEND_B)
+                needs = {} if sends else {f"core {position}": 1.0}
+                tasks.append(fluid.Task(str(action), seconds, needs, tuple(after)))
+                number[action] = len(tasks) - 1
+                if not sends:
+                    last[position] = len(tasks) - 1
+    times = fluid.run(tasks)
+    expected = [times[last[k]][1] for k in range(p)]
+    assert ends(name, pipe, m, virtual) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
+@pytest.mark.parametrize("p", [2, 3, 5, 7])
+def test_played_lists_are_those_that_run(name: str, p: int) -> None:
+    for virtual in (2, 3) if name == "interleaved" else (1,):
+        for m in (1, 2, p, 2 * p, 3 * p + 1):
+            m = p * m if virtual > 1 else m
+            built = build(name, tuple(range(p)) * virtual, m)
+            computing = [[a for a in lane if a.op in COMPUTE] for lane in built.actions]
+            assert lanes(name, p, virtual, m) == computing
+
+
+def test_equal_problems_have_equal_bytes() -> None:
+    for seed in range(10):
+        one, two = (solved(problem(seed)) for _ in range(2))
+        if one and two:
+            assert files.encode(one.best) == files.encode(two.best)
+            assert files.encode(one.runners_up) == files.encode(two.runners_up)
+
+
+def test_what_was_pinned_is_kept() -> None:
+    given = next(p for p in map(problem, range(100)) if p.profile.profile.cluster.num_devices == 8
+                 and solved(p) and len(p.graph.blocks) > 2)  # fmt: skip
+    found = search(*given[:4], Constraints(pp=2, tp=2, memory_bytes=10**9)).best.plan
+    assert len(found.replicas) == 2
+    assert len(found.replicas[0].positions) == 2
+    with pytest.raises(SearchError, match="meets the constraints"):
+        search(*given[:4], Constraints(tp=3))
+
+
+def test_when_nothing_fits_the_nearest_miss_is_told_by_category() -> None:
+    given = problem(1)
+    with pytest.raises(SearchError) as caught:
+        search(*given[:4], Constraints(memory_bytes=2**13))
+    text = str(caught.value)
+    assert "nearest: tp=" in text and "optimizer" in text and "GiB" in text
+    assert text.count("; or ") == 2
+
+
+def test_a_time_limit_gives_a_plan_and_a_gap() -> None:
+    given = next(p for p in map(problem, range(100)) if (found := solved(p)) and found.priced > 8)
+    best = solved(given)
+    found = search(*given[:4], given.limits, time_limit_s=1e-9)
+    assert best and found.best.step_s * (1 - found.gap) <= best.best.step_s
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=15)
+def test_parts_of_time_sum_to_the_step_and_plans_read_back(seed: int) -> None:
+    given = problem(seed)
+    found = solved(given)
+    if found is None:
+        return
+    case = Case(given.graph, given.options, given.profile.profile, given.num_rows, given.limits)
+    pricer, borders = case.pricer(found.best.plan)
+    again = as_plan(pricer.candidate, borders, given.options, given.limits.precision)
+    assert again == found.best.plan
+    assert candidate_of(again, given.options) == (pricer.candidate, borders)
+    assert sum(time_parts(pricer, borders).values()) == pytest.approx(found.best.step_s)
+    assert why(case, found.best)
+    if found.runners_up:
+        assert against(case, found.runners_up[0].plan, found.best.plan)
