@@ -1,4 +1,4 @@
-"""The command line: measure, plan, simulate, explain, run. Results on stdout, the rest on stderr."""
+"""The command line: measure, plan, simulate, explain, run. Results on stdout, else on stderr."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from .world import World
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 QUICK_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 30
+DRAWS = 7  # of steps whose times vary as measured
 
 
 class Known(Struct, frozen=True):
@@ -77,7 +78,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) ->
 
 
 def _simulated(choice: Choice, graph: ModelGraph, profile: Profile, num_rows: int) -> Choice:
-    timeline = simulate(choice.plan, graph, profile, num_rows)
+    timeline = simulate(choice.plan, graph, profile, num_rows, draws=DRAWS)
     peak = max(memory.peak_bytes for memory in timeline.memory)
     return Choice(choice.plan, timeline.step_s, peak)
 
