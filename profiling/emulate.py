@@ -1,4 +1,4 @@
-"""Run a command on emulated nodes: one rank each or more, links of a given speed, equal shares of cores.
+"""Run a command on emulated nodes: links of a given speed, equal shares of cores.
 
 Needs what tests/netlab needs (Linux, root).
 """

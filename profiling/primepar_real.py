@@ -1,14 +1,15 @@
 """One model on real ranks: the best plans with rings and without, their steps in turn.
 
-Sides: `never`, `always` and `free` on one tensor group of all ranks, as `parallelize` finds them
-under that constraint, and `any`, where replicas and stages are open too. All live in one process
-and their steps are interleaved, so the machine's drift cancels in the paired ratios. A step is
-forward, backward and AdamW on a fixed global batch.
+Sides: `never`, `always` and `free`, as `parallelize` finds them under that constraint on one tensor
+group of all ranks with one micro-batch. All live in one process and their steps are interleaved, so
+the machine's drift cancels in the paired ratios. A step is forward, backward and AdamW on a fixed
+global batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import logging
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ import torch.distributed as dist
 import autopar_torch as ap
 from autopar_torch.measure.bytes import TensorBytes
 from autopar_torch.run import world
+from autopar_torch.shard.spatial import RankRing
 from autopar_torch.timeline import COMM, COMPUTE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from models import MODELS
 
-SIDES = ("never", "always", "free", "any")
+SIDES = ("never", "always", "free")
 TOLERANCE = 1e-4  # of losses after some steps of AdamW
 WARM = 2
 Row = dict[str, Any]
@@ -43,9 +46,8 @@ class Side:
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         model, self.batch = MODELS[options.model](options.width, options.layers, options.rows)
-        limits = {"rings": "free" if name == "any" else name}
-        if name != "any":
-            limits["tp"] = dist.get_world_size()
+        limits = {"rings": name, "tp": dist.get_world_size(), "num_micro_batches": 1,
+                  "schedule": "1f1b", "recompute": False, "zero": 0}  # fmt: skip
         self.model = ap.parallelize(model, self.batch, constraints=limits)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         used = {i for stage in self.model.plan.replicas[0].stages for i in stage.shardings or ()}
@@ -81,11 +83,35 @@ class Side:
         return sum(storages.values()) + round(statistics.median(tops))
 
     def waiting(self) -> Row:
-        """Of one step: seconds that messages of the rings were under way, and were waited for."""
+        """Seconds of a measured step: computing, exchanging, waiting for rings, and waiting for
+        them where every message is awaited at once. What is missing in between is hidden."""
         timeline = self.model.measure(**self.batch, steps=3)
-        spans = [s for s in timeline.spans if s.rank == 0]
-        return {"compute_s": sum(s.end_s - s.start_s for s in spans if s.stream == COMPUTE),
-                "comm_s": sum(s.end_s - s.start_s for s in spans if s.stream == COMM)}  # fmt: skip
+        found = {name: sum(s.end_s - s.start_s for s in timeline.spans
+                           if s.rank == 0 and s.stream == stream)
+                 for name, stream in (("compute_s", COMPUTE), ("comm_s", COMM))}  # fmt: skip
+        with nothing_hidden():
+            alone = self.model.measure(**self.batch, steps=3)
+        return {**found, "ring_wait_s": ring_waits(timeline), "ring_alone_s": ring_waits(alone)}
+
+
+def ring_waits(timeline: ap.Timeline) -> float:
+    return sum(s.end_s - s.start_s for s in timeline.spans if s.name == "_arrive" and s.rank == 0)
+
+
+@contextlib.contextmanager
+def nothing_hidden() -> Iterator[None]:
+    """Blocks of a ring are awaited before the matmul that would hide them."""
+    start = RankRing.start
+
+    def at_once(ring: RankRing, blocks: Any, shifts: Any) -> Any:
+        came = start(ring, blocks, shifts)()
+        return lambda: came
+
+    RankRing.start = at_once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RankRing.start = start  # type: ignore[method-assign]
 
 
 def row(name: str, side: Side, base: Side, peak: int) -> Row:
@@ -99,11 +125,19 @@ def row(name: str, side: Side, base: Side, peak: int) -> Row:
             "loss_difference": off, **side.waiting()}  # fmt: skip
 
 
+def hides(r: Row) -> str:
+    if not r["ring_alone_s"]:
+        return ""
+    wait, alone = r["ring_wait_s"], r["ring_alone_s"]
+    return f"awaited {wait * 1e3:.0f} of {alone * 1e3:.0f} ms, "
+
+
 def text(r: Row) -> str:
     low, high = r["quartiles"]
+    waits = r["comm_s"] / (r["comm_s"] + r["compute_s"])
     return (f"  {r['side']:7} {r['step_s'] * 1e3:8.1f} ms  x{r['ratio']:.2f} ({low:.2f} to "
-            f"{high:.2f})  {r['peak_bytes'] / 1e6:6.1f} MB  {r['rings']} kinds' linears in rings, "
-            f"waits {r['comm_s'] / (r['comm_s'] + r['compute_s']):.0%}, {r['plan']}")  # fmt: skip
+            f"{high:.2f})  {r['peak_bytes'] / 1e6:6.1f} MB  {r['rings']} in rings, "
+            f"{hides(r)}waits {waits:.0%}, {r['plan']}")  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> list[Row]:

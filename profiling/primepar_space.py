@@ -110,7 +110,7 @@ def prices(mesh: tuple[int, ...], rows: int, s: Setting) -> Prices:
 
 
 def columns_and_rows(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
-    """What Megatron may do: heads and hidden dims are cut, the sequence and the residual are not."""
+    """What Megatron may do: cut heads and hidden dims, not the sequence, not the residual."""
     found = {}
     for node, options in strategies(graph).items():
         shape = node.meta["info"].shape if node.meta["info"] else ()
