@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from autopar_torch.cluster import LOOPBACK, Cluster, Device, Link
 from autopar_torch.plan import Sharding
@@ -18,20 +17,7 @@ from autopar_torch.shard.layout import parse_forms, parts_of
 from autopar_torch.shard.price import Prices, param_costs, reduce_seconds
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
-from test_spatial import MANY_ROWS, Tiny, _tiny_batch, brute_force, problems
-
-__all__ = ["problems"]  # a fixture
-
-
-class One(nn.Module):
-    """One linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.up(x), y)
+from test_spatial import MANY_ROWS, Tiny, _tiny_batch
 
 
 def test_the_estimate_of_a_block_is_what_the_solver_minimised() -> None:
@@ -58,20 +44,6 @@ def _parameters(graph: Any, sharding: Sharding, prices: Prices) -> float:
             total += param_costs(info, prices)[0] / parts_of(sharding.mesh, form.value)
             total += reduce_seconds(form.grad, info.num_bytes(1), sharding.mesh, prices)
     return total
-
-
-@pytest.mark.parametrize("mesh", [(2, 4), (4, 2)])
-def test_two_axes_with_rings_equal_brute_force(
-    problems: list[tuple[Any, Any]], mesh: tuple[int, ...]
-) -> None:
-    """The cheapest of every assignment, one linear being small enough to try them all."""
-    traced = trace(One(), take_apart((), _tiny_batch(4, 0, False))[0])
-    block = traced.graph.blocks[0]
-    links = (Link(1e-4, 1e8), Link(1e-5, 1e9))
-    table = solve.tabulate(traced.programs[block.kind], mesh, Prices(links=links, rows=MANY_ROWS))
-    sizes, tables = problems[0]
-    assert any(c.ring is not None for options in table.choices.values() for c in options)
-    assert brute_force(sizes, tables) == pytest.approx(float(table.solution.table.min()))
 
 
 def test_a_message_hides_as_far_as_it_leaves_the_core_free() -> None:
