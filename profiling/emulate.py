@@ -1,4 +1,4 @@
-"""Run a command on emulated nodes: one rank each, links of a given speed, equal shares of cores.
+"""Run a command on emulated nodes: links of a given speed, equal shares of cores.
 
 Needs what tests/netlab needs (Linux, root).
 """
@@ -25,10 +25,11 @@ def nodes(count: int, rate_mbps: float) -> list[Node]:
                  rate_mbps=rate_mbps) for i in range(count)]  # fmt: skip
 
 
-def run_in_lab(command: Sequence[str], count: int, bits_per_s: float) -> None:
-    """The command once per node; an error says which rank failed and how it ended."""
+def run_in_lab(command: Sequence[str], count: int, bits_per_s: float,
+               ranks_per_node: int = 1) -> None:  # fmt: skip
+    """The command once per rank; an error says which rank failed and how it ended."""
     with Lab(nodes(count, bits_per_s / 1e6), weight=1024) as lab:
-        ended = lab.run(list(command), ranks_per_node=1, timeout_s=TIMEOUT_S)
+        ended = lab.run(list(command), ranks_per_node=ranks_per_node, timeout_s=TIMEOUT_S)
     for rank, (code, output) in enumerate(ended):
         if code:
             raise SystemExit(f"rank {rank} ended with {code}:\n{output[-3000:]}")

@@ -122,16 +122,25 @@ class Lines:
             key = (need.op, cluster.place(ranks))
             groups.setdefault(key, (ranks, set()))[1].add(max(4.0, need.num_bytes))
         places.make_groups(ranks for ranks, _ in groups.values())
-        self.places = places
+        self.places, self.cluster = places, cluster
+        self.busy = torch.ones(128, 128, device=device)
         self.lines = {key: Line(key[0], ranks, list(sizes), places, device)
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
     def round(self) -> None:
-        """Each in turn, everyone else idle."""
+        """Each in turn, everyone else idle; but whoever shares a core with it computes, as it does
+        when stages of a pipeline share cores."""
         for line in self.lines.values():
             line.round()
             if self.places.size > 1:
-                dist.barrier()
+                done = dist.barrier(async_op=True)
+                while self._disturbs(line) and not done.is_completed():
+                    self.busy @ self.busy
+                done.wait()
+
+    def _disturbs(self, line: Line) -> bool:
+        own = self.cluster.core(self.places.rank)
+        return line.axis is None and own in {self.cluster.core(rank) for rank in line.ranks}
 
     def forget(self) -> None:
         for line in self.lines.values():

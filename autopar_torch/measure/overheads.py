@@ -12,7 +12,7 @@ from .links import Places
 from .stats import median
 
 LARGE, SMALL, NUM_SMALL = 1 << 20, 256, 64
-MATMUL, MEETINGS = 256, 4
+MATMUL, MEETINGS = 384, 4
 
 
 class Extras:

@@ -165,10 +165,14 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     base = GPU if torch.cuda.is_available() else CPU_CORE
 
     def prices(mesh: tuple[int, ...]) -> Prices:
-        links = tuple(ways.link_of(seen, ranks) for ranks in ways.axis_ranks(mesh))
-        return Prices(base, links, 0.0, rows, hides=float(base is GPU))
+        among = ways.axis_ranks(mesh)
+        links = tuple(ways.link_of(seen, ranks) for ranks in among)
+        hides = 1.0 if base is GPU else ways.hidden(seen, cluster, among)
+        return Prices(base, links, 0.0, rows, hides)
 
-    made = [ways.option(traced, mesh, prices(mesh)) for mesh in shapes] if world.rank == 0 else []
+    made: list[Option] = []
+    for mesh in shapes if world.rank == 0 else ():
+        made += ways.options(traced, mesh, prices(mesh), limits.rings)
     return files.decode(world.agree(files.encode(made)), list[Option])
 
 
@@ -185,7 +189,7 @@ def cache_path(fingerprint: str) -> Path:
 def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
     """Equal where a profile may be used again: model, machines, versions, batch."""
     parts = [files.encode(traced.graph), files.encode(cluster), files.encode(limits.tp),
-             f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
+             f"{limits.rings} {torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 

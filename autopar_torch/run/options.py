@@ -13,6 +13,7 @@ from ..profile import Cell, CellNeed, Lookup, Piece, cell_key
 from ..search.space import Candidate, Option, as_plan, divisors
 from ..shard.estimate import estimate
 from ..shard.price import Prices
+from ..shard.solve import Spatial
 from ..trace import Traced
 from .shardings import complete
 
@@ -55,7 +56,31 @@ def link_of(profile: Lookup, ranks: tuple[int, ...]) -> Link:
     return Link(max(1e-7, gather.seconds(SMALL)), share / slope, max(1.0, other / slope))
 
 
-def option(traced: Traced, mesh: tuple[int, ...], prices: Prices) -> Option:
+def hidden(profile: Lookup, cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> float:
+    """The part of a message that goes on under a matmul: the core is free for so much of it.
+
+    On a fast link the core copies all the time, on a slow one it waits. Ranks that share a core
+    share what is left of it.
+    """
+    cores = [cluster.core(rank) for rank in range(cluster.num_devices)]
+    crowd = max(cores.count(core) for core in cores)
+    busy = max((profile.curve("gather", ranks).core for ranks in groups), default=0.0)
+    return max(0.0, 1.0 - crowd * busy)
+
+
+SPATIAL: dict[str, tuple[Spatial, ...]] = {
+    "free": ("free", "never"), "never": ("never",), "always": ("always",),
+}  # fmt: skip
+
+
+def options(traced: Traced, mesh: tuple[int, ...], prices: Prices, rings: Spatial) -> list[Option]:
+    """Where the prices are for rings the plan without any is kept too: measuring decides."""
+    found = [option(traced, mesh, prices, spatial) for spatial in SPATIAL[rings]]
+    return [o for i, o in enumerate(found) if o.shardings not in [x.shardings for x in found[:i]]]
+
+
+def option(traced: Traced, mesh: tuple[int, ...], prices: Prices,
+           spatial: Spatial = "free") -> Option:  # fmt: skip
     """The cheapest sharding of the chain on a mesh, at these prices."""
     blocks = traced.graph.blocks
     if not mesh:
@@ -64,7 +89,7 @@ def option(traced: Traced, mesh: tuple[int, ...], prices: Prices) -> Option:
     stage = msgspec.structs.replace(bare.replicas[0].stages[0], blocks=(0, len(blocks)))
     replica = msgspec.structs.replace(bare.replicas[0], stages=(stage,))
     plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,
-                    priced=prices)  # fmt: skip
+                    priced=prices, spatial=spatial)  # fmt: skip
     done: Stage = plan.replicas[0].stages[0]
     return Option(mesh, tuple(plan.shardings[n] for n in done.shardings or ()))
 
@@ -115,4 +140,6 @@ def again_of(piece: Piece) -> Piece:
     )
 
 
-__all__ = ["axis_ranks", "degree", "estimated", "link_of", "meshes", "option", "probes"]
+__all__ = [
+    "axis_ranks", "degree", "estimated", "hidden", "link_of", "meshes", "option", "options", "probes",
+]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -36,6 +36,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     max_virtual: int = 2
     precision: Precision = "float32"
     memory_bytes: int | None = None  # per device, instead of what the device has
+    rings: Literal["free", "never", "always"] = "free"  # linears whose blocks move (PrimePar)
 
 
 class Candidate(NamedTuple):

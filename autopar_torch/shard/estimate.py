@@ -93,7 +93,7 @@ class _Estimate:
         """Through the form that its readers share, each conversion once."""
         steps = [self._made(node), *filter(None, [self._form(f"{node.name}.form")]), want]
         info = node.meta["info"]
-        if isinstance(info, tuple) or node.name.startswith(("w_", "c")):
+        if isinstance(info, tuple) or node.name.startswith("c"):
             return
         for have, then in pairwise(steps):
             if have != then and (node.name, have, then) not in self.done:

@@ -166,6 +166,8 @@ class Lowering:
         self, node: fx.Node, choice: Choice | None, ready: dict[fx.Node, fx.Node]
     ) -> fx.Node:
         new = self.graph.node_copy(node, lambda n: ready[n])
+        if new.target is aten.view.default:  # a local part may lie otherwise than the whole did
+            new.target = aten.reshape.default
         if choice is not None:
             self._localise(node, new, choice)
         new.args = fx.node.map_aggregate(new.args, self._size)  # type: ignore[assignment]

@@ -1,0 +1,64 @@
+"""What rings are priced by, and when a plan has them: the solver, the estimate, the constraint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar_torch.cluster import LOOPBACK, Cluster, Device, Link
+from autopar_torch.plan import Sharding
+from autopar_torch.profile import Curve, Lookup, Profile
+from autopar_torch.run.options import hidden, options
+from autopar_torch.shard import solve
+from autopar_torch.shard.estimate import estimate
+from autopar_torch.shard.layout import parse_forms, parts_of
+from autopar_torch.shard.price import Prices, param_costs, reduce_seconds
+from autopar_torch.trace import trace
+from autopar_torch.trace.call import take_apart
+from test_spatial import MANY_ROWS, Tiny, _tiny_batch
+
+
+def test_the_estimate_of_a_block_is_what_the_solver_minimised() -> None:
+    """Gathering a weight that is kept cut and used whole included."""
+    traced = trace(Tiny(bias=False), take_apart((), _tiny_batch(4, 0, False))[0])
+    for rows in (1, MANY_ROWS):
+        prices = Prices(rows=rows, links=(Link(1e-9, 1e9),))
+        block = traced.graph.blocks[0]
+        graph = traced.programs[block.kind]
+        table = solve.tabulate(graph, (4,), prices, spatial="never")
+        sharding = solve.read_out(table, block.kind, dict.fromkeys(table.borders, 0))
+        piece = estimate(graph, sharding, prices)
+        total = piece.forward_s + piece.backward_s + _parameters(graph, sharding, prices)
+        total += piece.comm_forward_s + piece.comm_backward_s
+        assert total == pytest.approx(sharding.cost_s)
+
+
+def _parameters(graph: Any, sharding: Sharding, prices: Prices) -> float:
+    """Seconds of update and reduction."""
+    total = 0.0
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name.startswith("w_"):
+            info, form = node.meta["info"], parse_forms(sharding.forms[node.name])
+            total += param_costs(info, prices)[0] / parts_of(sharding.mesh, form.value)
+            total += reduce_seconds(form.grad, info.num_bytes(1), sharding.mesh, prices)
+    return total
+
+
+def test_a_message_hides_as_far_as_it_leaves_the_core_free() -> None:
+    """On a slow link a core waits, on a fast one it copies; ranks that share it share the rest."""
+    device = Device("core", 1e10, 1e9, 2**30)
+    for cores, busy, hides in (((0, 1), 0.1, 0.9), ((0, 0), 0.1, 0.8), ((0, 0), 0.7, 0.0)):
+        cluster = Cluster(((device,), (device,)), LOOPBACK, LOOPBACK, cores=cores)
+        curve = Curve("gather", cluster.place((0, 1)), ((1.0, 1.0),), busy)
+        found = hidden(Lookup(Profile(cluster, (), (curve,))), cluster, [(0, 1)])
+        assert found == pytest.approx(hides)
+
+
+def test_where_prices_are_for_rings_the_plan_without_is_measured_too() -> None:
+    with torch.device("meta"):
+        example = {key: torch.zeros(1, 4096, 4096) for key in "xy"}
+        traced = trace(Tiny(width=4096), take_apart((), example)[0])
+    count = {how: len(options(traced, (4,), Prices(), how)) for how in ("free", "never", "always")}
+    assert count == {"free": 2, "never": 1, "always": 1}
