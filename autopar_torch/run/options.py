@@ -138,8 +138,3 @@ def again_of(piece: Piece) -> Piece:
         kept_bytes=piece.out_bytes,
         backward_bytes=piece.backward_bytes + piece.kept_bytes,
     )
-
-
-__all__ = [
-    "axis_ranks", "degree", "estimated", "hidden", "link_of", "meshes", "option", "options", "probes",
-]  # fmt: skip
