@@ -31,10 +31,10 @@ Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's
 
 def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
     with listen() as watch:
-        start, core = stamp(), time.thread_time()
+        start = stamp()
         result = work()
-        core, end = time.thread_time() - core, stamp()
-    return result, Sample(between(start, end), core - watch.core_s, watch.seconds)
+        end = stamp()
+    return result, Sample(between(start, end), watch.seconds)
 
 
 class Counted(NamedTuple):
@@ -110,6 +110,7 @@ class Blocks:
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
+        self.cores: list[float] = []  # seconds on this thread's core, per round
         if axes is None:
             return
         for need in needs:
@@ -121,6 +122,7 @@ class Blocks:
 
     def round(self) -> None:
         """All forwards, then all backwards from the last: one more sample of each."""
+        core = time.thread_time()
         for runner in self.runners:
             runner.forward()
         for runner in reversed(self.runners):
@@ -128,6 +130,7 @@ class Blocks:
         for runner in self.runners:
             runner.weights()
             runner.clear()
+        self.cores.append(time.thread_time() - core)
 
     def run_counted(self, count: TensorBytes) -> None:
         """Each cell once while its bytes are counted; they do not vary."""
@@ -140,11 +143,12 @@ class Blocks:
                 self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
+        self.cores.clear()
         for runner in self.runners:
             runner.samples.clear()
 
     def result(self, ranks_per_core: int) -> dict[CellNeed, Piece]:
-        scale = scales(self._columns, ranks_per_core, self.exchanges)
+        scale = scales(self._columns, self.cores, ranks_per_core)
         found = {}
         for need in {r.need for r in self.runners}:
             runs = [r.samples for r in self.runners if r.need == need]

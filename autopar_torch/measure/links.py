@@ -17,6 +17,7 @@ from ..shard.watch import between, stamp
 from .stats import median, spread
 
 MOST_POINTS = 5
+WARM_UP = 2  # rounds that are not timed
 
 
 class Places(Protocol):
@@ -49,11 +50,13 @@ class Line:
         for size in self.sizes:
             work = self._work(size, self.axis)
             dist.barrier(group=self.axis.group)
-            start, core = stamp(), time.process_time()
+            if len(self.busy) < WARM_UP * len(self.sizes):
+                self.busy.append(_busy(work))
+                continue
+            start = stamp()
             work()
-            core, seconds = time.process_time() - core, between(start, stamp())
+            seconds = between(start, stamp())
             self.samples[size].append(seconds / 2 if self.op == "send" else seconds)
-            self.busy.append(core / max(seconds, 1e-9))
 
     def _work(self, size: float, axis: Axis) -> Callable[[], None]:
         count = max(1, int(size) // 4)
@@ -74,6 +77,14 @@ class Line:
             case _:
                 sent = torch.ones(count, device=self.device)
                 return lambda: _to_and_fro(sent, axis)
+
+
+def _busy(work: Callable[[], None]) -> float:
+    """How much of a core some work keeps busy. Reading that clock delays the waking of threads, so
+    such a run says nothing about time."""
+    start, core = time.perf_counter(), time.process_time()
+    work()
+    return (time.process_time() - core) / max(1e-9, time.perf_counter() - start)
 
 
 def _wait(works: Sequence[Any]) -> None:
@@ -144,7 +155,6 @@ class Lines:
 
     def forget(self) -> None:
         for line in self.lines.values():
-            line.busy.clear()
             for samples in line.samples.values():
                 samples.clear()
 

@@ -25,7 +25,8 @@ class Extras:
             "small": _update([SMALL] * NUM_SMALL, device),
         }
         a, b = torch.zeros(LARGE, device=device), torch.ones(LARGE, device=device)
-        self.works |= {"add": lambda: a.add_(b), "copy": lambda: a.copy_(b)}
+        # What is packed goes to memory that was not touched before.
+        self.works |= {"add": lambda: a.add_(b), "copy": lambda: torch.empty_like(b).copy_(b)}
         if context is not None:
             self.works["context"] = context
         self.places, self.ranks_per_core = places, ranks_per_core

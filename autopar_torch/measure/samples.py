@@ -9,10 +9,9 @@ from .stats import mean, median
 
 
 class Sample(NamedTuple):
-    """One run: on the clock, on this thread's core, and exchanging."""
+    """One run: on the clock, and the part of it exchanging."""
 
     wall_s: float
-    core_s: float
     comm_s: float
 
     @property
@@ -23,35 +22,33 @@ class Sample(NamedTuple):
 class Scales(NamedTuple):
     """Factors from medians of single blocks to what they add up to."""
 
-    compute: float = 1.0  # of core seconds
+    compute: float = 1.0
     comm: float = 1.0
 
 
 Columns = Sequence[Sequence[Sample]]  # per block and phase: its samples, one a round
 
 
-def scales(own: Columns, ranks_per_core: int, exchanges: bool) -> Scales:
+def scales(own: Columns, cores: Sequence[float], ranks_per_core: int) -> Scales:
     """Whole rounds are what counts: their medians are met by the sum of the blocks.
 
     A core that is shared or throttled stops for milliseconds, and a rank is late for milliseconds,
-    seldom within a short block. Where ranks share a core, each has computed for its part of the
+    seldom within a short block. Where ranks share a core, `cores` says what each computed in a
     round, and what an exchange takes is what is left of it.
     """
-    core = sum(median([s.core_s for s in samples]) for samples in own)
+    compute = sum(median([s.compute_s for s in samples]) for samples in own)
     comm = sum(median([s.comm_s for s in samples]) for samples in own)
-    if not core:
+    if not compute:
         return Scales()
-
-    def whole(value: Callable[[Sample], float]) -> float:
-        return median(_rounds(own, value))
-
+    rounds = _rounds(own, lambda s: s.wall_s)
     if ranks_per_core == 1:
-        left = whole(lambda s: s.comm_s)
-        return Scales(whole(lambda s: s.compute_s) / core, left / comm if comm else 1.0)
-    if not exchanges:
-        return Scales(whole(lambda s: s.wall_s) / ranks_per_core / core)
-    left = whole(lambda s: s.wall_s - ranks_per_core * s.core_s)
-    return Scales(whole(lambda s: s.core_s) / core, max(0.0, left) / comm if comm else 1.0)
+        whole, left = median(_rounds(own, lambda s: s.compute_s)), _rounds(own, lambda s: s.comm_s)
+    elif comm:
+        whole = median(cores)
+        left = [wall - ranks_per_core * core for wall, core in zip(rounds, cores, strict=True)]
+    else:
+        whole, left = median(rounds) / ranks_per_core, [0.0]
+    return Scales(whole / compute, max(0.0, median(left)) / comm if comm else 1.0)
 
 
 def _rounds(own: Columns, value: Callable[[Sample], float]) -> list[float]:
@@ -63,8 +60,8 @@ def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
     """(computing, exchanging) of one block."""
     if not samples:
         return 0.0, 0.0
-    core = median([s.core_s for s in samples])
-    return core * scale.compute, median([s.comm_s for s in samples]) * scale.comm
+    compute, comm = (median([getattr(s, n) for s in samples]) for n in ("compute_s", "comm_s"))
+    return compute * scale.compute, comm * scale.comm
 
 
 def jitter(own: Columns) -> tuple[list[float], list[float]]:
