@@ -37,6 +37,7 @@ class Piece(Struct, frozen=True):
     forward_bytes: float = 0.0  # most that forward needed at once
     backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
     stash_bytes: float = 0.0  # what a backward cut in two keeps between its parts
+    added_s: float = 0.0  # how much longer backward takes where gradients are there already
 
 
 class Cell(Struct, frozen=True):
@@ -68,7 +69,12 @@ def _scaled(piece: Piece, rows: int) -> Piece:
 def _between(a: Piece, b: Piece, rows: int) -> Piece:
     share = (rows - a.rows) / (b.rows - a.rows)
     pairs = ((getattr(a, name), getattr(b, name)) for name in Piece.__struct_fields__[1:])
-    return Piece(rows, *(max(0.0, x + share * (y - x)) for x, y in pairs))
+    return Piece(rows, *(_kept_sign(x, y, x + share * (y - x)) for x, y in pairs))
+
+
+def _kept_sign(a: float, b: float, value: float) -> float:
+    """What is never negative does not become so beyond the points."""
+    return value if min(a, b) < 0 else max(0.0, value)
 
 
 class Curve(Struct, frozen=True):

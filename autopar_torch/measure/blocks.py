@@ -23,7 +23,7 @@ from .bytes import TensorBytes
 from .samples import Sample, jitter, scales, seconds
 from .stats import median, spread
 
-PHASES = ("forward", "backward", "weight")
+PHASES = ("forward", "backward", "weight", "added")
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
@@ -72,7 +72,8 @@ class Runner:
             return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
         return self.module(*self.args)
 
-    def backward(self) -> None:
+    def backward(self, adds: bool = False) -> None:
+        """With `adds` its gradients are there already."""
         ends = [y for y in self.outputs if isinstance(y, Tensor) and y.requires_grad]
         if not self.grads:
             self.grads = [torch.ones_like(y) for y in ends]
@@ -87,7 +88,8 @@ class Runner:
         else:
             _, sample = sampled(work)
         self.outputs = ()
-        self.samples.setdefault("backward", []).append(sample)
+        phase = "added" if adds else "backward"
+        self.samples.setdefault(phase, []).append(sample)
 
     def weights(self) -> None:
         if self.queue is not None:
@@ -110,6 +112,7 @@ class Blocks:
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
+        self.turn = True
         self.cores: list[float] = []  # seconds on this thread's core, per round
         if axes is None:
             return
@@ -121,15 +124,17 @@ class Blocks:
             self.runners += made
 
     def round(self) -> None:
-        """All forwards, then all backwards from the last: one more sample of each."""
+        """All forwards, then all backwards from the last; every other time to what is there."""
+        self.turn = not self.turn
         core = time.thread_time()
         for runner in self.runners:
             runner.forward()
         for runner in reversed(self.runners):
-            runner.backward()
+            runner.backward(adds=self.turn and not runner.need.split)
         for runner in self.runners:
             runner.weights()
-            runner.clear()
+            if self.turn or runner.need.split:
+                runner.clear()
         self.cores.append(time.thread_time() - core)
 
     def run_counted(self, count: TensorBytes) -> None:
@@ -152,12 +157,14 @@ class Blocks:
         found = {}
         for need in {r.need for r in self.runners}:
             runs = [r.samples for r in self.runners if r.need == need]
-            forward, backward, weight = (
+            forward, backward, weight, added = (
                 seconds([s for run in runs for s in run.get(name, [])], scale) for name in PHASES
             )
+            whole = backward[0] + weight[0]
             found[need] = Piece(
-                need.rows, forward[0], backward[0] + weight[0], backward[0] if need.split else 0.0,
-                weight[0], forward[1], backward[1], **self.pieces.get(need, {}),
+                need.rows, forward[0], whole, backward[0] if need.split else 0.0, weight[0],
+                forward[1], backward[1], **self.pieces.get(need, {}),
+                added_s=added[0] - whole if added[0] else 0.0,
             )  # fmt: skip
         return found
 

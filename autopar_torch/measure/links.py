@@ -18,6 +18,7 @@ from .stats import median, spread
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
+SMALL, LONG, REPEATS = 1 << 18, 1 << 22, 3  # bytes: less is warmed up, more is timed only once
 WARM_UP = 2  # rounds that are not timed
 
 
@@ -55,10 +56,13 @@ class Line:
             if len(self.busy) < WARM_UP * len(self.sizes):
                 self.busy.append(_busy(work))
                 continue
-            start = stamp()
-            work()
-            seconds = between(start, stamp())
-            self.samples[size].append(seconds / 2 if self.op == "send" else seconds)
+            if size < SMALL:
+                work()  # the first after a pause is slow, in training there are many
+            for _ in range(REPEATS if size < LONG else 1):
+                start = stamp()
+                work()
+                seconds = between(start, stamp())
+                self.samples[size].append(seconds / 2 if self.op == "send" else seconds)
 
     def _work(self, size: float, axis: Axis) -> Callable[[], None]:
         count = max(1, int(size) // 4)
@@ -107,13 +111,15 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
 
 
 def _to_and_fro(sent: Tensor, axis: Axis) -> None:
-    """A message there and one of the same size back."""
+    """A message there and one of the same size back, received into what was posted before."""
     got, other = torch.empty_like(sent), axis.ranks[1 - axis.index]
-    for turn in (0, 1):
-        if axis.index == turn:
-            dist.isend(sent, other, group=axis.group).wait()  # type: ignore[union-attr]
-        else:
-            dist.irecv(got, other, group=axis.group).wait()  # type: ignore[union-attr]
+    coming: Any = dist.irecv(got, other, group=axis.group)
+    if axis.index == 1:
+        coming.wait()
+    gone: Any = dist.isend(sent, other, group=axis.group)
+    if axis.index == 0:
+        coming.wait()
+    gone.wait()
 
 
 def _thinned(sizes: list[float]) -> list[float]:

@@ -24,9 +24,9 @@ class Extras:
             "large": _update([LARGE] * 2, device),
             "small": _update([SMALL] * NUM_SMALL, device),
         }
-        a, b = torch.zeros(LARGE, device=device), torch.ones(LARGE, device=device)
+        b = torch.ones(LARGE, device=device)
         # What is packed goes to memory that was not touched before.
-        self.works |= {"add": lambda: a.add_(b), "copy": lambda: torch.empty_like(b).copy_(b)}
+        self.works |= {"copy": lambda: torch.empty_like(b).copy_(b)}
         if context is not None:
             self.works["context"] = context
         self.places, self.ranks_per_core = places, ranks_per_core
@@ -61,7 +61,6 @@ class Extras:
             meet_s=self._meet_s(found),
             update_s_per_byte=per_byte,
             update_s_per_tensor=per_tensor,
-            add_s_per_byte=alone["add"] / (4 * LARGE),
             copy_s_per_byte=alone["copy"] / (4 * LARGE),
         )
 

@@ -39,6 +39,7 @@ class BlockWork:
     backward: Work  # recompute included
     input: Work
     weight: Work
+    added_s: float  # of a backward whose gradients are there already, beyond the first
     kept_bytes: float
     forward_bytes: float
     backward_bytes: float
@@ -200,6 +201,7 @@ def block_work(piece: Piece, gather: Work, gathered: float = 0.0) -> BlockWork:
         Work(piece.backward_s, piece.comm_backward_s) + gather,
         Work(piece.input_s, piece.comm_backward_s) + gather,
         Work(piece.weight_s),
+        added_s=piece.added_s,
         kept_bytes=piece.kept_bytes,
         forward_bytes=piece.forward_bytes + gathered,
         backward_bytes=piece.backward_bytes + gathered,

@@ -165,7 +165,9 @@ class StepTasks:
         for group in groups:
             for rank_cost in cost.ranks:
                 works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
-                self._compute(rank_cost.rank, name, self._varied(rank_cost.rank, works))
+                added = sum(rank_cost.blocks[b - blocks.start].added_s for b in group)
+                more = added if action.op is Op.B and action.micro_batch else 0.0
+                self._compute(rank_cost.rank, name, self._varied(rank_cost.rank, works) + more)
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
                         self._tensor_core(stage.devices))  # fmt: skip
             if final and self.costs.plan.zero == 3:
