@@ -158,7 +158,7 @@ def between(lab: Lab, sender: str, receiver: str) -> float:
     code = "import sys, test_netlab as t; print(max(t.stream(20, 3, server=sys.argv[1])))"
     ranks = [
         lab.popen(name, [sys.executable, "-c", code, receiver], stdout=subprocess.PIPE,
-                  env=os.environ | {"RANK": str(rank)})
+                  env=os.environ | {"RANK": str(rank), "PYTHONPATH": str(Path(__file__).parent)})
         for rank, name in enumerate((sender, receiver))
     ]  # fmt: skip
     rates = [rank.communicate(timeout=30)[0] for rank in ranks]
