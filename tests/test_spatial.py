@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar_torch as ap
 import oracle
 import zoo
-from autopar_torch import files, plan as plans
+from autopar_torch import files
 from autopar_torch.cluster import Link
-from autopar_torch.plan import Plan
+from autopar_torch.plan import Plan, fit
 from autopar_torch.run import shardings, world
 from autopar_torch.shard import solve, spatial
 from autopar_torch.shard.collectives import Axis, run_moves
@@ -304,7 +304,7 @@ def ring_plan(name: str, degrees: dict[str, Any], pins: shardings.Pins | None = 
               rows: int = MANY_ROWS) -> Plan:  # fmt: skip
     """A plan whose linears all run in rings, through its file."""
     traced = _traced(name)
-    plan = plans.fit(Plan.uniform(**degrees), traced.graph)
+    plan = fit(Plan.uniform(**degrees), traced.graph)
     plan = shardings.complete(plan, traced, rows, pins, spatial="always")
     return files.decode(files.encode(plan), Plan)
 
@@ -320,7 +320,7 @@ def test_rings_are_chosen_where_they_are_cheapest_and_never_where_forbidden() ->
     with torch.device("meta"):
         example = {key: torch.zeros(1, 4096, 4096) for key in "xy"}
         traced = trace(Tiny(width=4096), take_apart((), example)[0])
-    plan = plans.fit(Plan.uniform(tp=4), traced.graph)
+    plan = fit(Plan.uniform(tp=4), traced.graph)
     found = {how: shardings.complete(plan, traced, 1, None, Prices(), how)
              for how in ("free", "never", "always")}  # fmt: skip
     assert rings(found["free"]) and not rings(found["never"])
