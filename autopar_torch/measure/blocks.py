@@ -106,13 +106,14 @@ class Blocks:
     """All cells of one mesh and number of rows, as a chain."""
 
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
-                 context: dict[str, Any], device: torch.device) -> None:  # fmt: skip
+                 context: dict[str, Any], device: torch.device,
+                 shares_core: bool = False) -> None:  # fmt: skip
         self.active = axes is not None
         self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
-        self.turn = True
+        self.shares_core, self.turn = shares_core, True
         self.cores: list[float] = []  # seconds on this thread's core, per round
         if axes is None:
             return
@@ -124,13 +125,15 @@ class Blocks:
             self.runners += made
 
     def round(self) -> None:
-        """All forwards, then all backwards from the last; every other time to what is there."""
-        self.turn = not self.turn
+        """All forwards, then all backwards from the last; every other time to what is there
+        (not where a core is shared: its rounds have to be alike)."""
+        self.turn = self.shares_core or not self.turn
         core = time.thread_time()
         for runner in self.runners:
             runner.forward()
         for runner in reversed(self.runners):
-            runner.backward(adds=self.turn and not runner.need.split)
+            adds = self.turn and not self.shares_core and not runner.need.split
+            runner.backward(adds)
         for runner in self.runners:
             runner.weights()
             if self.turn or runner.need.split:

@@ -27,7 +27,7 @@ class Session:
                  device: torch.device) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
         self.chains = [
-            Blocks(own, traced, axes(mesh), context(rows), device)
+            Blocks(own, traced, axes(mesh), context(rows), device, self._ranks_per_core() > 1)
             for (mesh, rows), own in _chains(cells, traced).items()
         ]
         self.needs = list(dict.fromkeys(cells))
