@@ -3,6 +3,8 @@
     python profiling/accuracy.py --quick            # one model, two ranks, about a minute
     python profiling/accuracy.py --json FILE        # every model, 2 and 4 ranks, three networks
 
+With --json a picture is drawn beside the file.
+
 Each case runs its ranks once. Rounds of measuring the profile alternate with rounds of steps of all
 plans, since the speed of a machine drifts; medians are compared. The profile sees blocks, groups
 and updates, never a plan.
@@ -24,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
+
+from accuracy_scores import draw, figures, show, table  # noqa: E402
 
 Plans = dict[str, dict[str, Any]]
 PLANS: dict[int, Plans] = {
@@ -56,8 +60,8 @@ PLANS: dict[int, Plans] = {
     },
 }  # fmt: skip
 NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
-MEAN, WORST, RANK = 0.96, 0.85, 0.95
 DRAWS = 15  # of the simulator, where times vary
+RECORD_EVERY = 2  # rounds; recorded steps are not timed
 
 
 # --- on every rank --------------------------------------------------------------------------
@@ -81,6 +85,7 @@ class Side:
         self.model = ap.parallelize(model, self.batch, plan=ap.Plan.uniform(**degrees))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []
+        self.computing: list[float] = []
 
     def step(self) -> None:
         self.model(**self.batch).backward()
@@ -94,6 +99,19 @@ class Side:
         start = time.perf_counter()
         self.step()
         self.seconds.append(time.perf_counter() - start)
+
+    def recorded(self) -> None:
+        """One more step, watched: how long this rank computes."""
+        from autopar_torch.run.record import SILENT, Recorder, joined
+
+        rank = self.model.world.rank
+        self.model.recorder = recorder = Recorder(rank)
+        self.model(**self.batch).backward()
+        with recorder.computing("update"):
+            self.optimizer.step()
+        self.model.recorder = SILENT
+        self.optimizer.zero_grad()
+        self.computing.append(joined([recorder.result()]).parts(rank).compute_s)
 
     def peak_bytes(self) -> int:
         """What lives between steps, and the most that a step adds."""
@@ -131,15 +149,13 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     import torch.distributed as dist
     from models import MODELS
 
-    from autopar_torch.simulate import simulate
-
     pin()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     plans = {n: p for n, p in PLANS[world].items() if not names or n in names}
     sides = {name: Side(MODELS[model], degrees) for name, degrees in plans.items()}
-    num_rows = next(iter(sides.values())).batch[_first_key(sides)].shape[0]
+    num_rows = next(iter(next(iter(sides.values())).batch.values())).shape[0]
     for side in sides.values():
         side.step()
         side.step()
@@ -150,22 +166,11 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
         random.Random(k).shuffle(order)
         for name in order:
             sides[name].timed()
+        if k % RECORD_EVERY == 0:
+            for name in order:
+                sides[name].recorded()
     profile = measuring.profile()
-    rows = []
-    for name, side in sides.items():
-        timeline = simulate(side.model.plan, side.model.graph, profile, num_rows, draws=DRAWS)
-        peaks: list[Any] = [None] * world
-        dist.all_gather_object(peaks, side.peak_bytes())
-        halves = [statistics.median(side.seconds[i::2]) for i in (0, 1)]
-        parts = timeline.parts(0)
-        rows.append({
-            "plan": name, "predicted_s": timeline.step_s,
-            "measured_s": statistics.median(side.seconds), "samples": side.seconds,
-            "noise": abs(halves[0] / halves[1] - 1), "compute_s": parts.compute_s,
-            "comm_s": parts.comm_s, "overlap_s": parts.overlap_s,
-            "predicted_bytes": [m.peak_bytes for m in timeline.memory], "measured_bytes": peaks,
-            "memory": [vars_of(m) for m in timeline.memory],
-        })  # fmt: skip
+    rows = [{"plan": name} | row(side, profile, num_rows) for name, side in sides.items()]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))
         profile.save(Path(out).with_suffix(".profile.json"))
@@ -173,12 +178,29 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
+    """A plan's prediction beside what was measured; all ranks call it."""
+    from autopar_torch.simulate import simulate
+
+    timeline = simulate(side.model.plan, side.model.graph, profile, num_rows, draws=DRAWS)
+    own = (statistics.median(side.computing), side.peak_bytes())
+    computing, peaks = zip(*side.model.world.gather(own), strict=True)
+    halves = [statistics.median(side.seconds[i::2]) for i in (0, 1)]
+    parts = [timeline.parts(rank) for rank in range(side.model.world.size)]
+    return {
+        "predicted_s": timeline.step_s, "measured_s": statistics.median(side.seconds),
+        "samples": side.seconds, "noise": abs(halves[0] / halves[1] - 1),
+        "compute_s": statistics.mean(p.compute_s for p in parts),
+        "comm_s": statistics.mean(p.comm_s for p in parts),
+        "overlap_s": statistics.mean(p.overlap_s for p in parts),
+        "measured_compute_s": statistics.mean(computing),
+        "predicted_bytes": [m.peak_bytes for m in timeline.memory], "measured_bytes": peaks,
+        "memory": [vars_of(m) for m in timeline.memory],
+    }  # fmt: skip
+
+
 def vars_of(noun: Any) -> dict[str, Any]:
     return {name: getattr(noun, name) for name in noun.__struct_fields__}
-
-
-def _first_key(sides: dict[str, Side]) -> str:
-    return next(iter(next(iter(sides.values())).batch))
 
 
 # --- the cases ------------------------------------------------------------------------------
@@ -206,56 +228,6 @@ def run_case(model: str, world: int, network: str, rounds: int, names: list[str]
         row |= {"model": model, "world": world, "network": network,
                 "accuracy": 1 - abs(row["predicted_s"] / row["measured_s"] - 1)}  # fmt: skip
     return rows
-
-
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman."""
-
-    def places(values: list[float]) -> list[float]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [float(order.index(i)) for i in range(len(values))]
-
-    return statistics.correlation(places(a), places(b)) if len(a) > 2 else 1.0
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the means of resampled values."""
-    pick = random.Random(0)
-    means = sorted(statistics.mean(pick.choices(values, k=len(values))) for _ in range(1000))
-    return means[25], means[974]
-
-
-def show(row: dict[str, Any]) -> str:
-    memory = max(abs(p / m - 1) for p, m in
-                 zip(row["predicted_bytes"], row["measured_bytes"], strict=True))  # fmt: skip
-    return (f"{row['model']:6} {row['world']} {row['network']:10} {row['plan']:30} "
-            f"predicted {row['predicted_s'] * 1e3:8.1f} ms  measured {row['measured_s'] * 1e3:8.1f}"
-            f"  accuracy {row['accuracy']:6.1%}  noise {row['noise']:5.1%}  "
-            f"memory error {memory:5.1%}")  # fmt: skip
-
-
-def figures(rows: list[dict[str, Any]]) -> tuple[str, bool]:
-    accuracy = [row["accuracy"] for row in rows]
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row["world"], row["network"]), []).append(row)
-    ranks = {key: rank_correlation([r["predicted_s"] for r in own], [r["measured_s"] for r in own])
-             for key, own in groups.items()}  # fmt: skip
-    models = {row["model"] for row in rows}
-    by_model = {m: statistics.mean(v for k, v in ranks.items() if k[0] == m) for m in models}
-    pairs = (zip(r["predicted_bytes"], r["measured_bytes"], strict=True) for r in rows)
-    memory = [abs(predicted / measured - 1) for ranks in pairs for predicted, measured in ranks]
-    low, high = interval(accuracy)
-    noise = statistics.mean(row["noise"] for row in rows)
-    correlations = ", ".join(f"{m} {v:.3f}" for m, v in sorted(by_model.items()))
-    text = (f"{len(rows)} plans: accuracy mean {statistics.mean(accuracy):.1%} "
-            f"[{low:.1%}, {high:.1%}], worst {min(accuracy):.1%}; noise floor {noise:.1%}; "
-            f"rank correlation {correlations}; memory error median "
-            f"{statistics.median(memory):.1%}, worst {max(memory):.1%}")  # fmt: skip
-    good = (statistics.mean(accuracy) >= MEAN and min(accuracy) >= WORST
-            and min(by_model.values()) >= RANK
-            and statistics.median(memory) <= 0.05 and max(memory) <= 0.10)  # fmt: skip
-    return text, good
 
 
 def options() -> argparse.Namespace:
@@ -295,7 +267,8 @@ def main() -> int:
     text, good = figures(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
-    print(text)
+        draw(rows, args.json.with_suffix(".svg"))
+    print(table(rows), text, sep="\n")
     return 0 if good else 1
 
 
