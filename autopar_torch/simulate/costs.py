@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..model import Block, ModelGraph, TensorInfo
+from ..model import ModelGraph, TensorInfo
 from ..plan import Plan, Sharding, Stage
 from ..profile import Lookup, Piece, cell_key
 from ..shard.holdings import all_holdings
@@ -43,7 +43,7 @@ class BlockWork:
     kept_bytes: float
     forward_bytes: float
     backward_bytes: float
-    stash_bytes: float
+    gathers: tuple[tuple[tuple[int, ...], float], ...] = ()  # before it runs: (team, bytes)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ class StageCost:
     ranks: tuple[RankCost, ...]
     send_bytes: float  # forward, per rank
     back_bytes: float  # what it sends back to the stage before
-
-    def total(self, name: str) -> Work:
-        """The work of one kind over all blocks, on its slowest rank."""
-        sums = (sum((getattr(b, name) for b in rank.blocks), Work()) for rank in self.ranks)
-        return max(sums, key=lambda work: work.seconds)
 
 
 class Costs:
@@ -138,7 +133,7 @@ class Costs:
         return RankCost(
             rank, blocks,
             tuple(self._bucket(group, first, last) for group in groups),
-            tuple(self._gathers(trained)),
+            tuple(_team_bytes([s for s in trained if s.zero and not self._per_use(s)])),
             param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
             grad_bytes=sum(_bytes(s.local, s.dtype) for s in trained),
             owned_bytes=float(sum(s.num_owned * _item(s.dtype) for s in trained)),
@@ -155,15 +150,6 @@ class Costs:
         return Bucket(min(users), ranks, float(size * (len(ranks) if zero else 1)),
                       "scatter" if zero else "sum")  # fmt: skip
 
-    def _gathers(self, shares: list[Share]) -> list[tuple[tuple[int, ...], float]]:
-        """Parameters that are gathered once per step, by team."""
-        sizes: dict[tuple[int, ...], float] = {}
-        for share in shares:
-            if share.zero and not self._per_use(share):
-                size = share.piece * _item(share.dtype) * len(share.team.ranks)
-                sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
-        return sorted(sizes.items())
-
     def _per_use(self, share: Share) -> bool:
         return self.plan.zero == 3 and share.steady
 
@@ -173,39 +159,36 @@ class Costs:
         again = stage.recompute and not self.graph.kind_of(index).mutates
         key = cell_key(sharding_of(self.plan, stage, index), split, again)
         piece = self.profile.piece(block.kind, key, rows)
-        return block_work(piece, self._gather_work(block, rank), self._gathered_bytes(block, rank))
-
-    def _gathered_bytes(self, block: Block, rank: int) -> float:
-        """Of parameters that are whole only while the block runs, and of their pieces."""
-        own = [self.shares[rank][name] for name in block.params.values()]
-        return sum(2.0 * s.num_local * _item(s.dtype) for s in own if self._per_use(s))
-
-    def _gather_work(self, block: Block, rank: int) -> Work:
-        """ZeRO 3: what a block gathers before it runs, forward and backward."""
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
-        work = Work()
-        for ranks in {share.team.ranks for share in used}:
-            size = sum(s.piece * _item(s.dtype) for s in used if s.team.ranks == ranks)
-            total = size * len(ranks)
-            over = self.profile.profile.overheads
-            seconds = self.profile.curve("gather", ranks).seconds(total) + over.meet_s
-            work += Work(over.copy_s_per_byte * total, seconds)
-        return work
+        gathers = tuple(_team_bytes(used))
+        filling = self.profile.profile.overheads.copy_s_per_byte * sum(size for _, size in gathers)
+        return block_work(piece, gathers, filling, sum(2.0 * _local_bytes(s) for s in used))
 
 
-def block_work(piece: Piece, gather: Work, gathered: float = 0.0) -> BlockWork:
-    """A piece, with what is gathered for it."""
+def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
+    """What comes together from the pieces of ZeRO, by team."""
+    sizes: dict[tuple[int, ...], float] = {}
+    for share in shares:
+        size = share.piece * _item(share.dtype) * len(share.team.ranks)
+        sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
+    return sorted(sizes.items())
+
+
+def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
+               gathered_bytes: float) -> BlockWork:  # fmt: skip
+    """A piece, with what is gathered for it: whole only while it runs, beside its own part."""
+    fill = Work(filling_s)
     return BlockWork(
-        Work(piece.forward_s, piece.comm_forward_s) + gather,
-        Work(piece.backward_s, piece.comm_backward_s) + gather,
-        Work(piece.input_s, piece.comm_backward_s) + gather,
+        Work(piece.forward_s, piece.comm_forward_s) + fill,
+        Work(piece.backward_s, piece.comm_backward_s) + fill,
+        Work(piece.input_s, piece.comm_backward_s) + fill,
         Work(piece.weight_s),
         added_s=piece.added_s,
         kept_bytes=piece.kept_bytes,
-        forward_bytes=piece.forward_bytes + gathered,
-        backward_bytes=piece.backward_bytes + gathered,
-        stash_bytes=piece.stash_bytes,
+        forward_bytes=piece.forward_bytes + gathered_bytes,
+        backward_bytes=piece.backward_bytes + gathered_bytes,
+        gathers=gathers,
     )
 
 
@@ -217,6 +200,10 @@ def sharding_of(plan: Plan, stage: Stage, block: int) -> Sharding | None:
 
 def _item(dtype: str) -> int:
     return _ITEM_BYTES.get(dtype, 8 if dtype.startswith("int64") else 4)
+
+
+def _local_bytes(share: Share) -> int:
+    return share.num_local * _item(share.dtype)
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .. import schedule as schedules
 from ..plan import Replica
@@ -36,6 +38,8 @@ class StepTasks:
         self.moved: dict[tuple[int, Action, int], int] = {}  # (replica, send, target) -> task
         self.ended: dict[tuple[int, int], int] = {}  # (rank, block) -> end of its last backward
         self.reduced: dict[int, list[int]] = {}  # rank -> reductions it waits for
+        self.joined: dict[tuple[tuple[int, ...], int], int] = {}  # (team, turn) -> task
+        self.turns: Counter[tuple[int, tuple[int, ...]]] = Counter()  # of a rank in a team
 
     def build(self) -> list[Task]:
         self._begin()
@@ -85,6 +89,20 @@ class StepTasks:
             after = [self.last[rank] for rank in ranks if rank in self.last]
             task = self._exchange(ranks, name, seconds, core, after)
             self.last |= dict.fromkeys(ranks, task)
+
+    def _join(self, rank: int, team: tuple[int, ...], name: str, seconds: float,
+              core: float) -> None:  # fmt: skip
+        """A collective whose ranks come to it each by its own list of actions: whoever is first
+        makes the task, the others make it wait for them too."""
+        key = (team, self.turns[rank, team])
+        self.turns[rank, team] += 1
+        if key not in self.joined:
+            self.joined[key] = self._exchange(team, name, seconds, core, ())
+        place = self.joined[key]
+        if rank in self.last:
+            task = self.tasks[place]
+            self.tasks[place] = replace(task, after=(*task.after, self.last[rank]))
+        self.last[rank] = place
 
     # --- the parts of a step --------------------------------------------------------------------
 
@@ -163,6 +181,7 @@ class StepTasks:
         groups = [[b] for b in order] if apart else [list(order)]
         self._before(cost.ranks, action, name)
         for group in groups:
+            self._gather(cost.ranks, action.op, group, blocks.start)
             for rank_cost in cost.ranks:
                 works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
                 added = sum(rank_cost.blocks[b - blocks.start].added_s for b in group)
@@ -185,20 +204,33 @@ class StepTasks:
         pick, factors = self.draw.choice, self.jitter.block
         return self.pace[rank] * sum(w.compute_s * pick(factors) for w in works)
 
+    def _gather(self, ranks: Sequence[RankCost], op: Op, group: Sequence[int], first: int) -> None:
+        """ZeRO 3: parameters of a block come together before it runs."""
+        for cost in ranks if op is not Op.W else ():
+            for block in group:
+                for team, size in cost.blocks[block - first].gathers:
+                    curve = self.costs.profile.curve("gather", team)
+                    seconds = curve.seconds(size) + self.overheads.meet_s
+                    self._join(cost.rank, team, "gather", seconds, curve.core)
+
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
         """Sums that this rank waits for: of all buckets, or of those complete with a block.
 
         ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
         two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.
-        All replicas do this at the same point, so one of them stands for the team.
         """
         for cost in ranks:
             for bucket in cost.buckets:
                 if bucket.op == "scatter" and block in (None, bucket.block):
-                    curve = self.costs.profile.curve(bucket.op, bucket.ranks)
-                    packing = bucket.num_bytes * self.overheads.copy_s_per_byte
-                    seconds = curve.seconds(bucket.num_bytes) + packing + self.overheads.meet_s
-                    self._joint((cost.rank,), "scatter", seconds, curve.core)
+                    seconds, core = self._packed(bucket)
+                    self._join(cost.rank, bucket.ranks, "scatter",
+                               seconds + self.overheads.meet_s, core)  # fmt: skip
+
+    def _packed(self, bucket: Bucket) -> tuple[float, float]:
+        """Seconds of packing gradients and of summing them, and how busy cores are meanwhile."""
+        curve = self.costs.profile.curve(bucket.op, bucket.ranks)
+        packing = bucket.num_bytes * self.overheads.copy_s_per_byte
+        return curve.seconds(bucket.num_bytes) + packing, curve.core
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
         for cost in ranks:
@@ -245,10 +277,7 @@ class StepTasks:
         ready = [self.ended.get((rank, bucket.block), self.last.get(rank)) for rank in bucket.ranks]
         after = {task for task in ready if task is not None}
         after |= {streams[bucket.ranks]} if bucket.ranks in streams else set()
-        curve = self.costs.profile.curve(bucket.op, bucket.ranks)
-        packing = bucket.num_bytes * self.overheads.copy_s_per_byte
-        task = self._exchange(bucket.ranks, "reduce", curve.seconds(bucket.num_bytes) + packing,
-                              curve.core, sorted(after))  # fmt: skip
+        task = self._exchange(bucket.ranks, "reduce", *self._packed(bucket), sorted(after))
         streams[bucket.ranks] = task
         for rank in bucket.ranks:
             self.reduced.setdefault(rank, []).append(task)
