@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,24 +12,28 @@ from ..shard.watch import between, stamp
 from .links import Places
 from .stats import median
 
-LARGE, SMALL, NUM_SMALL = 1 << 20, 256, 64
+MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
 MATMUL, MEETINGS = 384, 4
 
 
 class Extras:
-    """Samples of an optimizer step, of adding and of copying, and of whatever else is given."""
+    """Samples of an optimizer step, of packing, and of whatever else a step does.
+
+    Updating and packing are timed with tensors as large as the model's own, since both depend on
+    how many there are and on how much of them a cache holds.
+    """
 
     def __init__(self, device: torch.device, places: Places, ranks_per_core: int,
-                 context: Callable[[], object] | None = None) -> None:  # fmt: skip
+                 sizes: Sequence[int], batch: Callable[[], object],
+                 context: Callable[[], object]) -> None:  # fmt: skip
+        self.sizes = _capped(sizes)
         self.works: dict[str, Callable[[], object]] = {
-            "large": _update([LARGE] * 2, device),
-            "small": _update([SMALL] * NUM_SMALL, device),
+            "update": _update(self.sizes, device),
+            "small": _update([SMALL] * len(self.sizes), device),
+            "pack": _packing(self.sizes, device),
+            "batch": batch,
+            "context": context,
         }
-        b = torch.ones(LARGE, device=device)
-        # What is packed goes to memory that was not touched before.
-        self.works |= {"copy": lambda: torch.empty_like(b).copy_(b)}
-        if context is not None:
-            self.works["context"] = context
         self.places, self.ranks_per_core = places, ranks_per_core
         if ranks_per_core > 1:
             self.works |= _meetings(places, device)
@@ -54,15 +59,34 @@ class Extras:
         """Seconds of a rank alone on its core; all ranks were busy at once."""
         found = {name: median(samples) for name, samples in self.samples.items()}
         alone = {name: seconds / self.ranks_per_core for name, seconds in found.items()}
-        per_tensor = alone["small"] / NUM_SMALL
-        per_byte = max(0.0, alone["large"] - 2 * per_tensor) / (2 * 4 * LARGE)
+        num_bytes = 4 * sum(self.sizes)
         return Overheads(
-            micro_batch_s=alone.get("context", 0.0),
+            step_s=alone["batch"],
+            micro_batch_s=alone["context"],
             meet_s=self._meet_s(found),
-            update_s_per_byte=per_byte,
-            update_s_per_tensor=per_tensor,
-            copy_s_per_byte=alone["copy"] / (4 * LARGE),
+            update_s_per_byte=max(0.0, alone["update"] - alone["small"]) / num_bytes,
+            update_s_per_tensor=alone["small"] / len(self.sizes),
+            copy_s_per_byte=alone["pack"] / num_bytes,
         )
+
+
+def _capped(sizes: Sequence[int]) -> list[int]:
+    """The first of them that together are not too many; at least one."""
+    ends = list(itertools.accumulate(sizes))
+    fit = [size for size, end in zip(sizes, ends, strict=True) if end <= MOST]
+    return fit or [min(MOST, min(sizes, default=SMALL))]
+
+
+def _packing(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
+    """Tensors one after another into one message, as a bucket is packed."""
+    tensors = [torch.ones(size, device=device) for size in sizes]
+
+    def pack() -> None:
+        flat, end = torch.empty(sum(sizes), device=device), 0
+        for tensor in tensors:
+            flat[end : (end := end + tensor.numel())].view(tensor.shape).copy_(tensor)
+
+    return pack
 
 
 def _meetings(places: Places, device: torch.device) -> dict[str, Callable[[], object]]:

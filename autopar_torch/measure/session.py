@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class Session:
 
     def __init__(self, traced: Traced, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
-                 device: torch.device) -> None:  # fmt: skip
+                 batch: Callable[[], object], device: torch.device) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
         self.chains = [
             Blocks(own, traced, axes(mesh), context(rows), device, self._ranks_per_core() > 1)
@@ -33,7 +33,8 @@ class Session:
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
-        self.extras = Extras(device, places, self._ranks_per_core(), lambda: context(rows))
+        self.extras = Extras(device, places, self._ranks_per_core(),
+                             _trained_sizes(traced), batch, lambda: context(rows))  # fmt: skip
         self._count_bytes()
         for _ in range(WARM_UP):
             self.round()
@@ -98,6 +99,11 @@ class Session:
     def _spread(self) -> float:
         own = max([self.lines.spread(), *(c.spread() for c in self.chains if c.active)])
         return self._mean([own], True)[0]
+
+
+def _trained_sizes(traced: Traced) -> list[int]:
+    infos = traced.graph.params.values()
+    return [info.num_elements for info in infos if info.trainable and not info.buffer]
 
 
 def _values(noun: Piece | Overheads) -> list[float]:

@@ -39,7 +39,8 @@ def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[Cur
     names = [n for block in traced.graph.blocks for n in block.context.values()]
     prologue = Prologue(traced, names, dict(buffers), device)
     return Session(traced, cells, curves, cluster, world, world.mesh_axes,
-                   _contexts(prologue, call, tensors), device)  # fmt: skip
+                   _contexts(prologue, call, tensors),
+                   lambda: prologue.for_batch(call, tensors), device)  # fmt: skip
 
 
 def cluster_of(world: World) -> Cluster:
