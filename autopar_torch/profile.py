@@ -80,13 +80,15 @@ def _kept_sign(a: float, b: float, value: float) -> float:
 class Curve(Struct, frozen=True):
     """Seconds of one communication over its size, for one kind of group.
 
-    `core` is how busy it keeps each rank's core meanwhile.
+    `core` is how busy it keeps each rank's core meanwhile, `held` the part of a message's time in
+    which its sender does nothing else.
     """
 
     op: str  # "sum", "scatter", "gather", "send"
     group: str  # `Cluster.place` of its ranks
     points: tuple[tuple[float, float], ...]  # (bytes, seconds), by size
     core: float = 0.0
+    held: float = 0.0
     source: str = "measured"
 
     def seconds(self, num_bytes: float) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from autopar_torch.plan import Sharding
-from autopar_torch.profile import Cell, Lookup, Overheads, Piece, Profile, cell_key
+from autopar_torch.profile import Cell, Curve, Lookup, Overheads, Piece, Profile, cell_key
 from autopar_torch.search.space import Constraints, Option
 from autopar_torch.simulate.network import lookup
 
@@ -37,7 +39,9 @@ def problem(seed: int) -> Problem:
     over = Overheads(update_s_per_byte=1e-8, step_s=draw.choice([0.0, 1e-3]),
                      action_s=draw.choice([0.0, 1e-3]), micro_batch_s=draw.choice([0.0, 2e-3]),
                      add_s_per_byte=draw.choice([0.0, 1e-7]), copy_s_per_byte=1e-9)  # fmt: skip
-    found = Profile(_cluster(draw), tuple(cells), overheads=over, assumed=True)
+    cluster = _cluster(draw)
+    curves = tuple(_messages(draw, cluster)) if draw.random() < 0.5 else ()
+    found = Profile(cluster, tuple(cells), curves, overheads=over, assumed=True)
     precision = draw.choice(["float32", "bfloat16"])
     return Problem(
         graph, options, lookup(found), draw.choice([4, 8, 16]), Constraints(precision=precision)
@@ -77,6 +81,14 @@ def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Ce
             )  # fmt: skip
             found.append(Cell(kind, cell_key(sharding, split, again), pieces))
     return found
+
+
+def _messages(draw: random.Random, cluster: Cluster) -> Iterator[Curve]:
+    """Measured ones, which hold up their sender."""
+    world = range(cluster.num_devices)
+    for place in sorted({cluster.place(pair) for pair in itertools.combinations(world, 2)}):
+        points = ((8.0, 1e-4), (1e5, draw.choice([1e-3, 1e-2])))
+        yield Curve("send", place, points, held=draw.choice([0.0, 0.3, 1.0]))
 
 
 def _cluster(draw: random.Random) -> Cluster:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cluster import Cluster
 from ..profile import Curve, CurveNeed
@@ -20,6 +20,7 @@ MOST_POINTS = 5
 FLUSH = 1 << 22
 SMALL, LONG, REPEATS = 1 << 18, 1 << 22, 3  # bytes: less is warmed up, more is timed only once
 WARM_UP = 2  # rounds that are not timed
+WIDTH, DEPTH = 192, 4  # of what a sender computes before it sends
 
 
 class Places(Protocol):
@@ -45,24 +46,38 @@ class Line:
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.busy: list[float] = []
+        self.held: list[float] = []
+        self.other = _computing(device)
 
     def round(self) -> None:
         if self.axis is None:
             return
         for size in self.sizes:
-            work = self._work(size, self.axis)
             torch.ones(FLUSH, device=self.device)  # as after a block: what is sent is not at hand
             dist.barrier(group=self.axis.group)
+            work = self._work(size, self.axis)
             if len(self.busy) < WARM_UP * len(self.sizes):
                 self.busy.append(_busy(work))
-                continue
-            if size < SMALL:
-                work()  # the first after a pause is slow, in training there are many
-            for _ in range(REPEATS if size < LONG else 1):
-                start = stamp()
-                work()
-                seconds = between(start, stamp())
-                self.samples[size].append(seconds / 2 if self.op == "send" else seconds)
+            elif self.op == "send":
+                self._message(size, self.axis)
+            else:
+                self._collective(size, work)
+
+    def _collective(self, size: float, work: Callable[[], None]) -> None:
+        if size < SMALL:
+            work()  # the first after a pause is slow, in training there are many
+        for _ in range(REPEATS if size < LONG else 1):
+            start = stamp()
+            work()
+            self.samples[size].append(between(start, stamp()))
+
+    def _message(self, size: float, axis: Axis) -> None:
+        sent = torch.ones(max(1, int(size) // 4), device=self.device)
+        for first in (0, 1) * (REPEATS if size < LONG else 1):
+            seconds, posting = _to_and_fro(sent, axis, first, self.other)
+            if axis.index == first:
+                self.samples[size].append(seconds)
+                self.held.append(min(1.0, posting / max(seconds, 1e-9)))
 
     def _work(self, size: float, axis: Axis) -> Callable[[], None]:
         count = max(1, int(size) // 4)
@@ -82,7 +97,7 @@ class Line:
                 return lambda: _drop(exchange(pieces, axis))
             case _:
                 sent = torch.ones(count, device=self.device)
-                return lambda: _to_and_fro(sent, axis)
+                return lambda: _drop(_to_and_fro(sent, axis, 0, lambda: None))
 
 
 def _busy(work: Callable[[], None]) -> float:
@@ -110,16 +125,46 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
     got.sum(0)
 
 
-def _to_and_fro(sent: Tensor, axis: Axis) -> None:
-    """A message there and one of the same size back, received into what was posted before."""
-    got, other = torch.empty_like(sent), axis.ranks[1 - axis.index]
-    coming: Any = dist.irecv(got, other, group=axis.group)
-    if axis.index == 1:
-        coming.wait()
-    gone: Any = dist.isend(sent, other, group=axis.group)
-    if axis.index == 0:
-        coming.wait()
+def _to_and_fro(sent: Tensor, axis: Axis, first: int,
+                other: Callable[[], None]) -> tuple[float, float]:  # fmt: skip
+    """A message there and one of the same size back: the seconds of one way, as `first` sees them,
+    and those that hold up the sender.
+
+    Each comes to a rank that waits for it, from a sender that has just done `other` things (for how
+    long says the answer): whoever wakes with other programs in its caches is slow. On a CPU
+    receives are posted before.
+    """
+    got, peer = torch.empty_like(sent), axis.ranks[1 - axis.index]
+    early, starts = sent.device.type == "cpu", axis.index == first
+    coming: Any = dist.irecv(got, peer, group=axis.group) if early else None
+    start = stamp()
+    if not starts:
+        _arrived(coming, got, peer, axis)
+    begin = stamp()
+    other()
+    computed_s = between(begin, stamp())
+    sent[0] = computed_s
+    begin = time.perf_counter()
+    gone: Any = dist.isend(sent, peer, group=axis.group)
+    posting_s = time.perf_counter() - begin
+    if starts:
+        _arrived(coming, got, peer, axis)
+    seconds = between(start, stamp())
     gone.wait()
+    return max(0.0, seconds - computed_s - float(got[0])) / 2, posting_s
+
+
+def _computing(device: torch.device) -> Callable[[], None]:
+    """Forward and backward of some layers."""
+    layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
+              nn.LayerNorm(WIDTH)]  # fmt: skip
+    block, x = nn.Sequential(*layers * DEPTH).to(device), torch.ones(128, WIDTH, device=device)
+    return lambda: block(x).sum().backward()
+
+
+def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
+    work: Any = coming or dist.irecv(got, other, group=axis.group)
+    work.wait()
 
 
 def _thinned(sizes: list[float]) -> list[float]:
@@ -163,6 +208,7 @@ class Lines:
 
     def forget(self) -> None:
         for line in self.lines.values():
+            line.held.clear()
             for samples in line.samples.values():
                 samples.clear()
 
@@ -174,7 +220,8 @@ class Lines:
                       for s in line.sizes]  # fmt: skip
             core = self._joined(line, [median(line.busy)] if line.axis else [0.0])
             pairs = zip(line.sizes, points, strict=True)
-            curves.append(Curve(op, group, tuple(pairs), min(1.0, core)))
+            held = self._joined(line, [median(line.held)] if line.held else [0.0])
+            curves.append(Curve(op, group, tuple(pairs), min(1.0, core), min(1.0, held)))
         return tuple(curves)
 
     def _joined(self, line: Line, own: list[float]) -> float:

@@ -98,8 +98,11 @@ class Pricer:
         send, back = np.zeros((2, len(borders), c.stages() - 1))
         for s in range(c.stages() - 1 if c.pp > 1 else 0):
             here, there = s % c.pp * self.tp, (s + 1) % c.pp * self.tp
-            hop = self.tables.message(c.option, self.rows, here, there)
+            hop, held = self.tables.message(c.option, self.rows, here, there)
             send[:, s], back[:, s] = hop[:, borders[:, s + 1]]
+            work[_FORWARD, :, s] += held * send[:, s]
+            work[_BACKWARD : _INPUT + 1, :, s + 1] += held * back[:, s]
+            send[:, s], back[:, s] = (1 - held) * send[:, s], (1 - held) * back[:, s]
         return Parts(work, send, back)
 
     def outside(self, borders: NDArray[np.int64]) -> list[float]:

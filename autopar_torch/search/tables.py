@@ -77,8 +77,9 @@ class Tables:
             self._curves[key] = self.profile.curve(op, ranks)
         return self._curves[key]
 
-    def message(self, option: int, rows: int, here: int, there: int) -> Array:
-        """Per border: seconds of its message from one rank to another, and of the answer."""
+    def message(self, option: int, rows: int, here: int, there: int) -> tuple[Array, float]:
+        """Per border: seconds of its message from one rank to another, and of the answer. And the
+        part of them that holds up the sender."""
         curve = self.curve("send", here, there - here, 2)
         key = (option, rows, curve)
         if key not in self._messages:
@@ -86,7 +87,7 @@ class Tables:
             known = {size: curve.seconds(size) for size in set(sizes.ravel().tolist())}
             seconds = [known[size] for size in sizes.ravel().tolist()]
             self._messages[key] = np.array(seconds).reshape(sizes.shape)
-        return self._messages[key]
+        return self._messages[key], curve.held
 
     def num_trained(self, option: int) -> float:
         if option not in self._num_trained:

@@ -29,7 +29,7 @@ class _Listener(Lookup):
 class _Asked:
     """A curve that notes the sizes it is asked for."""
 
-    core = 0.5
+    core, held = 0.5, 0.0
 
     def __init__(self, op: str, ranks: tuple[int, ...], asked: dict[CurveNeed, None]) -> None:
         self.op, self.ranks, self.asked = op, ranks, asked

@@ -24,6 +24,7 @@ class Assumed:
     num_inside: int
     num_nodes: int
     core: float = 0.0
+    held: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         if self.op == "send":

@@ -63,9 +63,10 @@ class StepTasks:
 
     def _exchange(self, ranks: Sequence[int], name: str, seconds: float, core: float,
                   after: Sequence[int], one_way: bool = False) -> int:  # fmt: skip
-        """Communication among ranks; those who wait for it are told by the caller."""
+        """Communication among ranks; those who wait for it are told by the caller. What it needs of
+        a sender's core was needed before."""
         needs: dict[str, float] = {}
-        for rank in ranks:
+        for rank in ranks[1:] if one_way else ranks:
             key = f"core {self.cluster.core(rank)}"
             needs[key] = min(1.0, needs.get(key, 0.0) + core)
         needs |= self._ways(ranks, one_way)
@@ -157,7 +158,7 @@ class StepTasks:
             self.last[rank] = self._add(Task(str(action), 0.0, core, after, (rank,), COMM))
 
     def _send(self, index: int, replica: Replica, action: Action) -> None:
-        """In the background: the sender goes on, the receiver waits for it."""
+        """In the background: the sender hands it over and goes on, the receiver waits for it."""
         cost = self.costs.stage(index, action.stage, _rows(self.rows[index][action.micro_batch]))
         size = cost.send_bytes if action.op is Op.SEND_F else cost.back_bytes
         here = replica.stages[action.stage].devices
@@ -165,9 +166,12 @@ class StepTasks:
         for i, target in enumerate(there):
             source = here[i % len(here)]
             curve = self.costs.profile.curve("send", (source, target))
+            seconds = curve.seconds(size)
+            self._compute(source, str(action), seconds * curve.held)
             after = [self.last[source]] if source in self.last else []
             self.moved[index, action, target] = self._exchange(
-                (source, target), str(action), curve.seconds(size), curve.core, after, one_way=True
+                (source, target), str(action), seconds * (1 - curve.held), curve.core, after,
+                one_way=True,
             )  # fmt: skip
 
     def _run(self, index: int, replica: Replica, action: Action, final: bool) -> None:
