@@ -80,8 +80,8 @@ def _kept_sign(a: float, b: float, value: float) -> float:
 class Curve(Struct, frozen=True):
     """Seconds of one communication over its size, for one kind of group.
 
-    `core` is how busy it keeps each rank's core meanwhile, `held` the part of a message's time in
-    which its sender does nothing else.
+    `core` is how busy it keeps each rank's core meanwhile, `held` the part of a message's time that
+    holds up its sender, and its receiver too: handing it over, asking for it.
     """
 
     op: str  # "sum", "scatter", "gather", "send"
@@ -108,7 +108,7 @@ class Overheads(Struct, frozen=True):
 
     step_s: float = 0.0  # once per step: taking the batch, handing the gradients over
     micro_batch_s: float = 0.0  # per micro-batch: its part of the batch, masks and tables
-    action_s: float = 0.0  # per action of the schedule
+    action_s: float = 0.0  # per forward or backward of a stage: coming to it from something else
     meet_s: float = 0.0  # until ranks that share cores have met after computing
     update_s_per_byte: float = 0.0  # optimizer, per byte of parameters
     update_s_per_tensor: float = 0.0

@@ -93,8 +93,10 @@ class Side:
         self.optimizer.zero_grad()
 
     def timed(self) -> None:
+        """One more step, after one that is not timed: in training they follow each other."""
         import torch.distributed as dist
 
+        self.step()
         dist.barrier()
         start = time.perf_counter()
         self.step()
@@ -166,8 +168,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
         random.Random(k).shuffle(order)
         for name in order:
             sides[name].timed()
-        if k % RECORD_EVERY == 0:
-            for name in order:
+            if k % RECORD_EVERY == 0:
                 sides[name].recorded()
     profile = measuring.profile()
     rows = [{"plan": name} | row(side, profile, num_rows) for name, side in sides.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -64,10 +65,10 @@ class Runner:
         return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
 
     def forward(self) -> None:
-        self.outputs, sample = sampled(self._run)
+        self.outputs, sample = sampled(self.run)
         self.samples.setdefault("forward", []).append(sample)
 
-    def _run(self) -> tuple[Any, ...]:
+    def run(self) -> tuple[Any, ...]:
         if self.need.again:
             return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
         return self.module(*self.args)
@@ -115,6 +116,7 @@ class Blocks:
         self.pieces: dict[CellNeed, dict[str, float]] = {}
         self.shares_core, self.turn = shares_core, True
         self.cores: list[float] = []  # seconds on this thread's core, per round
+        self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
             return
         for need in needs:
@@ -139,6 +141,19 @@ class Blocks:
             if self.turn or runner.need.split:
                 runner.clear()
         self.cores.append(time.thread_time() - core)
+        self.switched.append(sampled(self.typical.run)[1])
+
+    @property
+    def typical(self) -> Runner:
+        """A block of which there are several: in a round it comes after one of its kind."""
+        kinds = Counter(runner.need for runner in self.runners)
+        return [r for r in self.runners if r.need == kinds.most_common(1)[0][0]][-1]
+
+    def switch_s(self) -> float:
+        """How much longer a forward takes right after backwards, when a core has to fetch its
+        program again: once per action of a schedule."""
+        usual = median([s.compute_s for s in self.typical.samples["forward"]])
+        return max(0.0, median([s.compute_s for s in self.switched]) - usual)
 
     def run_counted(self, count: TensorBytes) -> None:
         """Each cell once while its bytes are counted; they do not vary."""
@@ -152,6 +167,7 @@ class Blocks:
 
     def forget(self) -> None:
         self.cores.clear()
+        self.switched.clear()
         for runner in self.runners:
             runner.samples.clear()
 

@@ -128,7 +128,7 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
 def _to_and_fro(sent: Tensor, axis: Axis, first: int,
                 other: Callable[[], None]) -> tuple[float, float]:  # fmt: skip
     """A message there and one of the same size back: the seconds of one way, as `first` sees them,
-    and those that hold up the sender.
+    and those in which a rank hands its message over or asks for the other's.
 
     Each comes to a rank that waits for it, from a sender that has just done `other` things (for how
     long says the answer): whoever wakes with other programs in its caches is slow. On a CPU
@@ -136,7 +136,9 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
     """
     got, peer = torch.empty_like(sent), axis.ranks[1 - axis.index]
     early, starts = sent.device.type == "cpu", axis.index == first
+    begin = time.perf_counter()
     coming: Any = dist.irecv(got, peer, group=axis.group) if early else None
+    asking_s = time.perf_counter() - begin
     start = stamp()
     if not starts:
         _arrived(coming, got, peer, axis)
@@ -151,7 +153,7 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
         _arrived(coming, got, peer, axis)
     seconds = between(start, stamp())
     gone.wait()
-    return max(0.0, seconds - computed_s - float(got[0])) / 2, posting_s
+    return max(0.0, seconds - computed_s - float(got[0])) / 2, (posting_s + asking_s) / 2
 
 
 def _computing(device: torch.device) -> Callable[[], None]:

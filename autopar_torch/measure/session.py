@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from ..cluster import Cluster
 from ..profile import CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile
@@ -14,7 +15,7 @@ from .blocks import Axes, Blocks, Context, as_cells
 from .bytes import TensorBytes
 from .links import Lines, Places
 from .overheads import Extras
-from .stats import quantiles
+from .stats import median, quantiles
 
 WARM_UP = 2
 
@@ -70,9 +71,15 @@ class Session:
         for chain in self.chains:
             found |= chain.result(self._ranks_per_core())
         pieces = {need: self._joined_piece(found.get(need), need.rows) for need in self.needs}
-        overheads = Overheads(*self._mean(_values(self.extras.result()), True))
+        own = replace(self.extras.result(), action_s=self._switch_s())
+        overheads = Overheads(*self._mean(_values(own), True))
         return Profile(self.cluster, as_cells(pieces), self.lines.result(), overheads,
                        self._jitter(), fingerprint, self._spread())  # fmt: skip
+
+    def _switch_s(self) -> float:
+        """Of a rank alone on its core."""
+        found = [c.switch_s() for c in self.chains if c.active and not c.exchanges]
+        return median(found) / self._ranks_per_core() if found else 0.0
 
     def _jitter(self) -> Jitter:
         """Of the ranks that compute alone: where they exchange, waiting is measured as such."""

@@ -100,8 +100,8 @@ class Pricer:
             here, there = s % c.pp * self.tp, (s + 1) % c.pp * self.tp
             hop, held = self.tables.message(c.option, self.rows, here, there)
             send[:, s], back[:, s] = hop[:, borders[:, s + 1]]
-            work[_FORWARD, :, s] += held * send[:, s]
-            work[_BACKWARD : _INPUT + 1, :, s + 1] += held * back[:, s]
+            work[_FORWARD, :, s : s + 2] += held * send[:, s, None]
+            work[_BACKWARD : _INPUT + 1, :, s : s + 2] += held * back[:, s, None]
             send[:, s], back[:, s] = (1 - held) * send[:, s], (1 - held) * back[:, s]
         return Parts(work, send, back)
 

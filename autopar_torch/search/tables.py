@@ -79,7 +79,7 @@ class Tables:
 
     def message(self, option: int, rows: int, here: int, there: int) -> tuple[Array, float]:
         """Per border: seconds of its message from one rank to another, and of the answer. And the
-        part of them that holds up the sender."""
+        part of them that holds up sender and receiver."""
         curve = self.curve("send", here, there - here, 2)
         key = (option, rows, curve)
         if key not in self._messages:

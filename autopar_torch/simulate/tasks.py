@@ -35,7 +35,8 @@ class StepTasks:
         self.rows = costs.plan.micro_batches(num_rows)
         self.tasks: list[Task] = []
         self.last: dict[int, int] = {}  # rank -> its latest task in order
-        self.moved: dict[tuple[int, Action, int], int] = {}  # (replica, send, target) -> task
+        # (replica, send, target) -> its task, and how long it holds up the target
+        self.moved: dict[tuple[int, Action, int], tuple[int, float]] = {}
         self.ended: dict[tuple[int, int], int] = {}  # (rank, block) -> end of its last backward
         self.reduced: dict[int, list[int]] = {}  # rank -> reductions it waits for
         self.joined: dict[tuple[tuple[int, ...], int], int] = {}  # (team, turn) -> task
@@ -152,10 +153,11 @@ class StepTasks:
 
     def _receive(self, index: int, replica: Replica, action: Action) -> None:
         for rank in replica.stages[action.stage].devices:
-            sent = self.moved[index, action.other_end(), rank]
+            sent, held_s = self.moved[index, action.other_end(), rank]
             core = {f"core {self.cluster.core(rank)}": 1.0}
             after = tuple({sent, self.last.get(rank, sent)})
             self.last[rank] = self._add(Task(str(action), 0.0, core, after, (rank,), COMM))
+            self._compute(rank, str(action), held_s)
 
     def _send(self, index: int, replica: Replica, action: Action) -> None:
         """In the background: the sender hands it over and goes on, the receiver waits for it."""
@@ -167,12 +169,12 @@ class StepTasks:
             source = here[i % len(here)]
             curve = self.costs.profile.curve("send", (source, target))
             seconds = curve.seconds(size)
-            self._compute(source, str(action), seconds * curve.held)
+            held_s = seconds * curve.held
+            self._compute(source, str(action), held_s)
             after = [self.last[source]] if source in self.last else []
-            self.moved[index, action, target] = self._exchange(
-                (source, target), str(action), seconds * (1 - curve.held), curve.core, after,
-                one_way=True,
-            )  # fmt: skip
+            task = self._exchange((source, target), str(action), seconds - held_s, curve.core,
+                                  after, one_way=True)  # fmt: skip
+            self.moved[index, action, target] = task, held_s
 
     def _run(self, index: int, replica: Replica, action: Action, final: bool) -> None:
         """Computation of a stage; its last backward goes block by block, as gradients appear."""
@@ -238,10 +240,10 @@ class StepTasks:
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
         for cost in ranks:
-            extra = self.overheads.action_s
+            extra = self.overheads.action_s if action.op is not Op.W else 0.0
             if action.op is Op.F:
                 extra += self.overheads.micro_batch_s
-            elif action.micro_batch:
+            elif action.op in (Op.B, Op.W) and action.micro_batch:
                 extra += cost.grad_bytes * self.overheads.add_s_per_byte
             self._compute(cost.rank, name, extra)
 
