@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from msgspec import Struct
@@ -58,6 +58,16 @@ class Cell(Struct, frozen=True):
             return _scaled(self.pieces[0], rows)
         low = min(max(place - 1, 0), len(known) - 2)
         return _between(self.pieces[low], self.pieces[low + 1], rows)
+
+
+def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """One cell per program, in the order of their names, its numbers of rows in order."""
+    pieces: dict[tuple[str, str, str], dict[int, Piece]] = {}
+    for cell in cells:
+        own = pieces.setdefault((cell.kind, cell.sharding, cell.source), {})
+        own.update({piece.rows: piece for piece in cell.pieces})
+    return tuple(Cell(kind, key, tuple(own[n] for n in sorted(own)), source)
+                 for (kind, key, source), own in sorted(pieces.items()))  # fmt: skip
 
 
 def _scaled(piece: Piece, rows: int) -> Piece:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
-from ..profile import Cell, CellNeed, Piece
+from ..profile import CellNeed, Piece
 from ..shard.collectives import Axis
 from ..shard.layout import local_shape, parse_forms
 from ..shard.lower import lower
@@ -243,12 +243,3 @@ def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
         "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
         "stash_bytes": float(count.at(back) - before) if run.split else 0.0,
     }
-
-
-def as_cells(pieces: dict[CellNeed, Piece]) -> tuple[Cell, ...]:
-    """Pieces of the same program at several numbers of rows make one cell."""
-    found: dict[tuple[str, str], list[Piece]] = {}
-    for need, piece in pieces.items():
-        found.setdefault((need.kind, need.key), []).append(piece)
-    return tuple(Cell(kind, key, tuple(sorted(own, key=lambda p: p.rows)))
-                 for (kind, key), own in sorted(found.items()))  # fmt: skip

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..profile import CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile
+from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile, merged
 from ..trace import Traced
-from .blocks import Axes, Blocks, Context, as_cells
+from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
 from .links import Lines, Places
 from .overheads import Extras
@@ -68,9 +68,10 @@ class Session:
         found: dict[CellNeed, Piece] = {}
         for chain in self.chains:
             found |= chain.result(self._ranks_per_core())
-        pieces = {need: self._joined_piece(found.get(need), need.rows) for need in self.needs}
+        cells = [Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
+                 for need in self.needs]  # fmt: skip
         overheads = Overheads(*self._mean(_values(self.extras.result()), True))
-        return Profile(self.cluster, as_cells(pieces), self.lines.result(), overheads,
+        return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
                        self._jitter(), fingerprint, self._spread())  # fmt: skip
 
     def _jitter(self) -> Jitter:

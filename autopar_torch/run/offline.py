@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import files
 from ..cluster import Cluster, Device, Link, named
 from ..plan import Plan, Precision, fit
-from ..profile import Cell, CellNeed, Overheads, Piece, Profile
+from ..profile import Cell, CellNeed, Overheads, Profile, merged
 from ..search.space import Candidate, Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
@@ -65,15 +65,6 @@ def _cell(need: CellNeed, traced: Traced, device: Device,
     piece = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
     piece = ways.again_of(piece) if need.again else piece
     return Cell(need.kind, need.key, (piece,), "datasheet")
-
-
-def merged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """One cell per program, its numbers of rows in order."""
-    pieces: dict[tuple[str, str], dict[int, Piece]] = {}
-    for cell in cells:
-        pieces.setdefault((cell.kind, cell.sharding), {}).update({p.rows: p for p in cell.pieces})
-    return tuple(Cell(*key, tuple(by_rows[n] for n in sorted(by_rows)), "datasheet")
-                 for key, by_rows in pieces.items())  # fmt: skip
 
 
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
