@@ -132,8 +132,7 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
     wanted: dict[tuple[int, bool, bool], set[int]] = {}
     for c in found:
         split = c.schedule == "zero_bubble"
-        count = max(1, num_rows // (c.dp * c.micro_batches))
-        wanted.setdefault((c.option, split, c.recompute), set()).add(count)
+        wanted.setdefault((c.option, split, c.recompute), set()).add(c.rows(num_rows))
     by_key = {(need.kind, need.key): need for need in cells}
     every: dict[CellNeed, None] = {}
     for (index, split, recompute), rows in wanted.items():

@@ -10,7 +10,7 @@ from .. import files
 from ..cluster import Cluster, Device, Link, named
 from ..plan import Plan, Precision, fit
 from ..profile import Cell, CellNeed, Overheads, Profile, merged
-from ..search.space import Candidate, Constraints, candidates
+from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
 from ..simulate.needs import needs_of
@@ -74,7 +74,7 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
     prices = {mesh: Prices(device, _links(cluster, mesh), 0.0, 1) for mesh in meshes}
     options = tuple(ways.option(traced, mesh, prices[mesh]) for mesh in meshes)
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
-    rows = few(sorted({rows_of(c, num_rows) for c in found}), MOST_ROWS)
+    rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
     cells = ways.estimated(traced, options, rows, prices) if rows else []
     profile = Profile(cluster, tuple(cells), overheads=overheads(device, limits.precision),
                       assumed=True)  # fmt: skip
@@ -94,10 +94,6 @@ def overheads(device: Device, precision: Precision) -> Overheads:
         update_s_per_byte=(ADAM_PASSES + leaf) * byte_s, add_s_per_byte=ADD_PASSES * byte_s,
         copy_s_per_byte=COPY_PASSES * byte_s, fixed_bytes=float(device.fixed_bytes),
     )  # fmt: skip
-
-
-def rows_of(candidate: Candidate, num_rows: int) -> int:
-    return max(1, num_rows // (candidate.dp * candidate.micro_batches))
 
 
 def few(values: Sequence[int], most: int) -> list[int]:

@@ -54,6 +54,10 @@ class Candidate(NamedTuple):
     def stages(self) -> int:
         return self.pp * self.virtual
 
+    def rows(self, num_rows: int) -> int:
+        """Rows of a micro-batch."""
+        return max(1, num_rows // (self.dp * self.micro_batches))
+
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 
