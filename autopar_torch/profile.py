@@ -219,9 +219,10 @@ def sharding_key(sharding: Sharding | None) -> str:
     return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def cell_key(sharding: Sharding | None, split: bool, again: bool) -> str:
-    """Names the program of a cell and how its backward runs."""
-    return sharding_key(sharding) + (SPLIT if split else "") + (AGAIN if again else "")
+def cell_key(sharding: Sharding | str | None, split: bool, again: bool) -> str:
+    """Names the program of a cell (its sharding, or the key of that) and how its backward runs."""
+    own = sharding if isinstance(sharding, str) else sharding_key(sharding)
+    return own + (SPLIT if split else "") + (AGAIN if again else "")
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

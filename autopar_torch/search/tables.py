@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo
 from ..plan import Precision, Sharding
-from ..profile import AGAIN, SPLIT, Curve, Lookup, Piece, sharding_key
+from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.formula import Pipeline, ends
 from .borders import smallest_bottleneck
@@ -137,8 +137,7 @@ class Tables:
 
     def piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
         again = recompute and not self.graph.kinds[kind].mutates
-        key = own + (SPLIT if split else "") + (AGAIN if again else "")
-        return self.profile.piece(kind, key, rows)
+        return self.profile.piece(kind, cell_key(own, split, again), rows)
 
     def blocks(self, option: int, rows: int, split: bool, recompute: bool) -> Blocks:
         key = (option, rows, split, recompute)
