@@ -27,13 +27,13 @@ class Session:
                  device: torch.device) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
         self.chains = [
-            Blocks(own, traced, axes(mesh), context(rows), device, self._ranks_per_core() > 1)
+            Blocks(own, traced, axes(mesh), context(rows), device, cluster.ranks_per_core > 1)
             for (mesh, rows), own in _chains(cells, traced).items()
         ]
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
-        self.extras = Extras(device, places, self._ranks_per_core(), lambda: context(rows))
+        self.extras = Extras(device, places, cluster.ranks_per_core, lambda: context(rows))
         self._count_bytes()
         for _ in range(WARM_UP):
             self.round()
@@ -67,7 +67,7 @@ class Session:
         """All that was seen so far, the same on every rank."""
         found: dict[CellNeed, Piece] = {}
         for chain in self.chains:
-            found |= chain.result(self._ranks_per_core())
+            found |= chain.result(self.cluster.ranks_per_core)
         cells = [Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
                  for need in self.needs]  # fmt: skip
         overheads = Overheads(*self._mean(_values(self.extras.result()), True))
@@ -79,13 +79,9 @@ class Session:
         found = [c.jitter() for c in self.chains if c.active and not c.exchanges]
         rounds = quantiles([x for own, _ in found for x in own])
         single = quantiles([x for _, own in found for x in own])
-        if self._ranks_per_core() > 1 or not found:
+        if self.cluster.ranks_per_core > 1 or not found:
             return Jitter()
         return Jitter(tuple(self._mean(rounds, True)), tuple(self._mean(single, True)))
-
-    def _ranks_per_core(self) -> int:
-        cores = [self.cluster.core(rank) for rank in range(self.places.size)]
-        return max(cores.count(core) for core in cores)
 
     def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
         own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)

@@ -62,10 +62,8 @@ def hidden(profile: Lookup, cluster: Cluster, groups: Sequence[tuple[int, ...]])
     On a fast link the core copies all the time, on a slow one it waits. Ranks that share a core
     share what is left of it.
     """
-    cores = [cluster.core(rank) for rank in range(cluster.num_devices)]
-    crowd = max(cores.count(core) for core in cores)
     busy = max((profile.curve("gather", ranks).core for ranks in groups), default=0.0)
-    return max(0.0, 1.0 - crowd * busy)
+    return max(0.0, 1.0 - cluster.ranks_per_core * busy)
 
 
 SPATIAL: dict[str, tuple[Spatial, ...]] = {
