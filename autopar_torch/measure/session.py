@@ -12,11 +12,9 @@ from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profi
 from ..trace import Traced
 from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
-from .links import Lines, Places
+from .links import WARM_UP, Lines, Places
 from .overheads import Extras
 from .stats import quantiles
-
-WARM_UP = 2
 
 
 class Session:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
-from ..measure.links import Lines
+from ..measure.links import WARM_UP, Lines
 from ..model import ModelGraph
 from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key
 from ..search.best import Choice, Outcome, search
@@ -157,7 +157,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
     lines = Lines(needs, cluster, world, device)
-    for _ in range(2 + LEAST_ROUNDS):
+    for _ in range(WARM_UP + LEAST_ROUNDS):
         lines.round()
     seen = Lookup(Profile(cluster, (), lines.result()))
     rows = max(1, call.num_rows)
