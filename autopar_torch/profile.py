@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -15,6 +16,7 @@ from .cluster import Cluster
 from .errors import ProfileError
 from .plan import Sharding
 
+Number = TypeVar("Number", int, float)
 SPLIT = "/split"  # cells whose backward is cut into input and weight parts
 AGAIN = "/again"  # cells whose backward computes forward again
 
@@ -68,6 +70,13 @@ def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
         own.update({piece.rows: piece for piece in cell.pieces})
     return tuple(Cell(kind, key, tuple(own[n] for n in sorted(own)), source)
                  for (kind, key, source), own in sorted(pieces.items()))  # fmt: skip
+
+
+def few(values: Sequence[Number], most: int) -> list[Number]:
+    """At most so many of some sorted values, the ends included: those to know of a line."""
+    if len(values) <= most:
+        return list(values)
+    return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
 
 
 def _scaled(piece: Piece, rows: int) -> Piece:

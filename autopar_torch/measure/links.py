@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster import Cluster
-from ..profile import Curve, CurveNeed
+from ..profile import Curve, CurveNeed, few
 from ..shard.collectives import Axis, exchange, gather_pieces, start_exchange, start_sum
 from ..shard.watch import between, stamp
 from .stats import median, spread
@@ -41,7 +41,7 @@ class Line:
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
                  device: torch.device) -> None:  # fmt: skip
         self.op, self.ranks, self.device = op, ranks, device
-        self.sizes = _thinned(sorted(set(sizes)))
+        self.sizes = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.busy: list[float] = []
@@ -120,14 +120,6 @@ def _to_and_fro(sent: Tensor, axis: Axis) -> None:
     if axis.index == 0:
         coming.wait()
     gone.wait()
-
-
-def _thinned(sizes: list[float]) -> list[float]:
-    """At most so many sizes, the smallest and the largest among them."""
-    if len(sizes) <= MOST_POINTS:
-        return sizes
-    step = (len(sizes) - 1) / (MOST_POINTS - 1)
-    return sorted({sizes[round(i * step)] for i in range(MOST_POINTS)})
 
 
 class Lines:

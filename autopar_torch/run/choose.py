@@ -19,7 +19,7 @@ from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
 from ..measure.links import WARM_UP, Lines
 from ..model import ModelGraph
-from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key
+from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
 from ..search.best import Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
@@ -34,6 +34,7 @@ from .world import World
 
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8
+PROBED_ROWS = 3  # numbers of rows at which a program is measured
 QUICK_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 30
 DRAWS = 7  # of steps whose times vary as measured
 
@@ -139,13 +140,9 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
             again = recompute and not traced.graph.kinds[block.kind].mutates
             need = by_key[block.kind, cell_key(sharding, split, again)]
-            for count in _few(sorted(rows)):
+            for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
     return list(every), curves
-
-
-def _few(rows: list[int]) -> list[int]:
-    return sorted({rows[0], rows[len(rows) // 2], rows[-1]})
 
 
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,

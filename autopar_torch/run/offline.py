@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import files
 from ..cluster import Cluster, Device, Link, named
 from ..plan import Plan, Precision, fit
-from ..profile import Cell, CellNeed, Overheads, Profile, merged
+from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
@@ -94,13 +94,6 @@ def overheads(device: Device, precision: Precision) -> Overheads:
         update_s_per_byte=(ADAM_PASSES + leaf) * byte_s, add_s_per_byte=ADD_PASSES * byte_s,
         copy_s_per_byte=COPY_PASSES * byte_s, fixed_bytes=float(device.fixed_bytes),
     )  # fmt: skip
-
-
-def few(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the ends included."""
-    if len(values) <= most:
-        return list(values)
-    return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
 
 
 def _links(cluster: Cluster, mesh: Sequence[int]) -> tuple[Link, ...]:
