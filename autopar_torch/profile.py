@@ -38,7 +38,6 @@ class Piece(Struct, frozen=True):
     kept_bytes: float = 0.0  # what forward leaves for backward, what it returns included
     forward_bytes: float = 0.0  # most that forward needed at once
     backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
-    stash_bytes: float = 0.0  # what a backward cut in two keeps between its parts
     added_s: float = 0.0  # how much longer backward takes where gradients are there already
 
 
@@ -156,10 +155,8 @@ class Profile(Struct, frozen=True):
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
     jitter: Jitter = Jitter()
-    fingerprint: str = ""
     spread: float = 0.0  # median relative spread of what was measured
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
-    notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)
@@ -232,8 +229,3 @@ def cell_key(sharding: Sharding | str | None, split: bool, again: bool) -> str:
     """Names the program of a cell (its sharding, or the key of that) and how its backward runs."""
     own = sharding if isinstance(sharding, str) else sharding_key(sharding)
     return own + (SPLIT if split else "") + (AGAIN if again else "")
-
-
-def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile back, checked."""
-    return files.load(path, Profile)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, few
-from ..shard.collectives import Axis, exchange, gather_pieces, start_exchange, start_sum
+from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
 from ..shard.watch import between, stamp
 from .stats import median, spread
 
@@ -77,9 +77,6 @@ class Line:
             case "scatter":
                 flat = torch.ones((parts, max(1, count // parts)), device=self.device)
                 return lambda: _scatter(flat, axis)
-            case "exchange":
-                pieces = list(torch.ones((parts, max(1, count // parts)), device=self.device))
-                return lambda: _drop(exchange(pieces, axis))
             case _:
                 sent = torch.ones(count, device=self.device)
                 return lambda: _to_and_fro(sent, axis)

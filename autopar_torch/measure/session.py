@@ -61,7 +61,7 @@ class Session:
         if self.places.size > 1:
             dist.barrier()
 
-    def profile(self, fingerprint: str = "") -> Profile:
+    def profile(self) -> Profile:
         """All that was seen so far, the same on every rank."""
         found: dict[CellNeed, Piece] = {}
         for chain in self.chains:
@@ -70,7 +70,7 @@ class Session:
                  for need in self.needs]  # fmt: skip
         overheads = Overheads(*self._mean(_values(self.extras.result()), True))
         return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
-                       self._jitter(), fingerprint, self._spread())  # fmt: skip
+                       self._jitter(), self._spread())  # fmt: skip
 
     def _jitter(self) -> Jitter:
         """Of the ranks that compute alone: where they exchange, waiting is measured as such."""

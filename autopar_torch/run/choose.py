@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -149,7 +150,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
              limits: Constraints) -> list[Option]:  # fmt: skip
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
     shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
-              if limits.tp is None or ways.degree(mesh) == limits.tp]  # fmt: skip
+              if limits.tp is None or math.prod(mesh) == limits.tp]  # fmt: skip
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
@@ -189,7 +190,7 @@ def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constrain
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 
-FORMAT = 2  # of what a profile means: changes with the measuring code
+FORMAT = 3  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path) -> Known | None:

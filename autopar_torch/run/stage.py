@@ -104,7 +104,7 @@ class StageRunner:
                 return parse_forms(text).value
         return (WHOLE,) * len(self.stage.axes)
 
-    def shape(self, value: str, info: TensorInfo, layouts: Layouts, rows: int) -> list[int]:
+    def shape(self, info: TensorInfo, layouts: Layouts, rows: int) -> list[int]:
         return local_shape(info.at(rows), layouts, self.stage.axes)
 
     def forward(self, micro_batch: int, rows: int, arrived: Values, context: dict[str, Any],

@@ -26,10 +26,6 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.compute_s + other.compute_s, self.comm_s + other.comm_s)
 
-    @property
-    def seconds(self) -> float:
-        return self.compute_s + self.comm_s
-
 
 @dataclass(frozen=True)
 class BlockWork:
@@ -43,7 +39,6 @@ class BlockWork:
     kept_bytes: float
     forward_bytes: float
     backward_bytes: float
-    stash_bytes: float
 
 
 @dataclass(frozen=True)
@@ -78,11 +73,6 @@ class StageCost:
     ranks: tuple[RankCost, ...]
     send_bytes: float  # forward, per rank
     back_bytes: float  # what it sends back to the stage before
-
-    def total(self, name: str) -> Work:
-        """The work of one kind over all blocks, on its slowest rank."""
-        sums = (sum((getattr(b, name) for b in rank.blocks), Work()) for rank in self.ranks)
-        return max(sums, key=lambda work: work.seconds)
 
 
 class Costs:
@@ -205,7 +195,6 @@ def block_work(piece: Piece, gather: Work, gathered: float = 0.0) -> BlockWork:
         kept_bytes=piece.kept_bytes,
         forward_bytes=piece.forward_bytes + gathered,
         backward_bytes=piece.backward_bytes + gathered,
-        stash_bytes=piece.stash_bytes,
     )
 
 
