@@ -155,7 +155,7 @@ class Profile(Struct, frozen=True):
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
     jitter: Jitter = Jitter()
-    spread: float = 0.0  # median relative spread of what was measured
+    noise: dict[str, float] = {}  # what stayed uncertain: the relative error of its median
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import autopar_torch as ap
+from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
+from autopar_torch.measure.samples import Sample
+from autopar_torch.profile import Profile
+from autopar_torch.run import choose
+from autopar_torch.run.observe import session
+from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+from models import gpt
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -23,12 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def measured() -> dict[str, dict[str, Any]]:
     """On a rank: predicted and measured seconds and bytes of every plan."""
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
     from accuracy import Side, pin, session_for
-    from models import gpt
 
     from autopar_torch.simulate import simulate
 
@@ -37,12 +44,12 @@ def measured() -> dict[str, dict[str, Any]]:
     sides = {name: Side(lambda: gpt(width=128, layers=3), plan) for name, plan in PLANS.items()}
     for side in sides.values():
         side.step()
-    session = session_for(sides)
+    measuring = session_for(sides)
     for _ in range(5):
-        session.round()
+        measuring.round()
         for side in sides.values():
             side.timed()
-    profile = session.profile()
+    profile = measuring.profile()
     found = {}
     for name, side in sides.items():
         timeline = simulate(side.model.plan, side.model.graph, profile, 8)
@@ -84,3 +91,46 @@ def test_a_real_step_is_recorded_as_a_timeline(ranks: list[dict[str, dict[str, A
     assert (real["source"], real["ranks"]) == ("measured", [0, 1])
     assert real["comm_s"] > 0
     assert real["idle_s"] >= 0
+
+
+class Shaky:
+    """A session that is sure of everything after some rounds."""
+
+    def __init__(self, sure_after: int) -> None:
+        self.sure_after, self.rounds = sure_after, 0
+
+    def round(self) -> None:
+        self.rounds += 1
+
+    def noise(self) -> dict[str, float]:
+        return {} if self.rounds >= self.sure_after else {"layer at 4 rows": 0.7}
+
+    def profile(self) -> Profile:
+        return Profile(Cluster(((CPU_CORE,),), LOOPBACK, LOOPBACK), (), noise=self.noise())
+
+
+@pytest.mark.parametrize(("sure_after", "seconds"), [(40, 60.0), (10**9, 0.3)])
+def test_noise_is_measured_away_or_named(
+    sure_after: int, seconds: float, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    session = Shaky(sure_after)
+    monkeypatch.setattr(choose, "session_on", lambda *_: session)
+    known = ap.measure(*gpt(layers=1), seconds=seconds)
+    if known.profile.noise:
+        assert "layer at 4 rows: 70%" in caplog.text and "close other programs" in caplog.text
+    else:
+        assert session.rounds == sure_after and "uncertain" not in caplog.text
+
+
+def test_a_session_names_what_varies_too_much() -> None:
+    model, batch = gpt(layers=1)
+    parallel = ap.parallelize(model, batch, plan=ap.Plan.uniform())
+    call, tensors = take_apart((), batch)
+    traced = parallel.retrace(call, True, ("loss",))
+    found = session(traced, [parallel.plan], call, tensors, {}, parallel.world, parallel.device)
+    found.round()
+    runner = found.chains[0].runners[0]
+    runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]
+    assert any(name.startswith(runner.need.kind) for name in found.noise())
+    assert found.profile().noise == found.noise()

@@ -21,7 +21,7 @@ from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
 from .samples import Sample, jitter, scales, seconds
-from .stats import median, spread
+from .stats import uncertainty
 
 PHASES = ("forward", "backward", "weight", "added")
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
@@ -158,9 +158,8 @@ class Blocks:
         scale = scales(self._columns, self.cores, ranks_per_core)
         found = {}
         for need in {r.need for r in self.runners}:
-            runs = [r.samples for r in self.runners if r.need == need]
             forward, backward, weight, added = (
-                seconds([s for run in runs for s in run.get(name, [])], scale) for name in PHASES
+                seconds(self._samples(need, phase), scale) for phase in PHASES
             )
             whole = backward[0] + weight[0]
             found[need] = Piece(
@@ -177,11 +176,17 @@ class Blocks:
     def jitter(self) -> tuple[list[float], list[float]]:
         return jitter(self._columns)
 
-    def spread(self) -> float:
-        """The largest spread of a cell that matters: those of at least a millisecond."""
-        found = [spread([s.wall_s for s in r.samples.get("forward", [])]) for r in self.first
-                 if median([s.wall_s for s in r.samples["forward"]]) > 1e-3]  # fmt: skip
-        return max(found, default=0.0)
+    def _samples(self, need: CellNeed, phase: str) -> list[Sample]:
+        """Of all its copies."""
+        return [s for r in self.runners if r.need == need for s in r.samples.get(phase, [])]
+
+    def errors(self) -> dict[str, float]:
+        """How uncertain every cell is, by its least certain phase."""
+        return {
+            f"{need.kind} ({need.key or 'whole'}) at {need.rows} rows":
+                max(uncertainty([s.wall_s for s in self._samples(need, phase)]) for phase in PHASES)
+            for need in {r.need: None for r in self.runners}
+        }  # fmt: skip
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],

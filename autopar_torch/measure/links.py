@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, few
 from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
 from ..shard.watch import between, stamp
-from .stats import median, spread
+from .stats import median, uncertainty
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
 SMALL, LONG, REPEATS = 1 << 18, 1 << 22, 3  # bytes: less is warmed up, more is timed only once
+T = TypeVar("T")
 WARM_UP = 2  # rounds that are not timed
 
 
@@ -33,6 +34,8 @@ class Places(Protocol):
     def axis(self, ranks: tuple[int, ...]) -> Axis | None: ...
 
     def sum(self, x: Tensor) -> Tensor: ...
+
+    def gather(self, value: T) -> list[T]: ...
 
 
 class Line:
@@ -170,7 +173,8 @@ class Lines:
         value = self.places.sum(torch.tensor(own, dtype=torch.float64))
         return float(value) / len(line.ranks)
 
-    def spread(self) -> float:
-        found = [spread(samples) for line in self.lines.values() if line.axis
-                 for samples in line.samples.values()]  # fmt: skip
-        return max(found, default=0.0)
+    def errors(self) -> dict[str, float]:
+        """How uncertain the time of every message is in which this rank takes part."""
+        return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(samples)
+                for (op, group), line in self.lines.items() if line.axis
+                for size, samples in line.samples.items()}  # fmt: skip

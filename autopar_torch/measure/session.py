@@ -14,7 +14,7 @@ from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
 from .links import WARM_UP, Lines, Places
 from .overheads import Extras
-from .stats import quantiles
+from .stats import NOISE_LIMIT, quantiles
 
 
 class Session:
@@ -70,7 +70,7 @@ class Session:
                  for need in self.needs]  # fmt: skip
         overheads = Overheads(*self._mean(_values(self.extras.result()), True))
         return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
-                       self._jitter(), self._spread())  # fmt: skip
+                       self._jitter(), self.noise())  # fmt: skip
 
     def _jitter(self) -> Jitter:
         """Of the ranks that compute alone: where they exchange, waiting is measured as such."""
@@ -90,9 +90,15 @@ class Session:
         total = self.places.sum(torch.tensor([*own, float(counts)], dtype=torch.float64))
         return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
 
-    def _spread(self) -> float:
-        own = max([self.lines.spread(), *(c.spread() for c in self.chains if c.active)])
-        return self._mean([own], True)[0]
+    def noise(self) -> dict[str, float]:
+        """What is not known well yet, with its error where that is largest; all must call this."""
+        own = self.lines.errors()
+        for chain in self.chains:
+            own |= chain.errors()
+        found: dict[str, float] = {}
+        for errors in self.places.gather(own):
+            found |= {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
+        return {name: error for name, error in found.items() if error > NOISE_LIMIT}
 
 
 def _values(noun: Piece | Overheads) -> list[float]:

@@ -19,6 +19,8 @@ from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
 from ..measure.links import WARM_UP, Lines
+from ..measure.session import Session
+from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
 from ..search.best import Choice, Outcome, search
@@ -37,6 +39,7 @@ log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
 QUICK_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 30
+MOST_NAMES = 3  # of what is too uncertain
 DRAWS = 7  # of steps whose times vary as measured
 
 
@@ -94,6 +97,7 @@ def _known(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     cached = files.decode(world.agree(files.encode(cached)), Known | None)  # type: ignore[arg-type]
     if cached is not None:
         log.info("profile: from %s", path)
+        _name_noise(cached.profile, world)
         return cached
     start = time.perf_counter()
     known = measure(traced, call, tensors, buffers, world, device, cluster, limits)
@@ -114,11 +118,32 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
         return Known(tuple(ways_known), Profile(cluster, ()))
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
+    _enough(session, deadline, world)
+    profile = session.profile()
+    _name_noise(profile, world)
+    return Known(tuple(ways_known), profile)
+
+
+def _enough(session: Session, deadline: float, world: World) -> None:
+    """Rounds until time is up, or all is known well. Always whole ones: what the blocks of a chain
+    take is told by their sum."""
     rounds = 0
-    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and not _late(deadline, world)):
+    while rounds < LEAST_ROUNDS or not (
+        _late(deadline, world) or (rounds >= MOST_ROUNDS and not session.noise())
+    ):
         session.round()
         rounds += 1
-    return Known(tuple(ways_known), session.profile())
+
+
+def _name_noise(profile: Profile, world: World) -> None:
+    if world.rank or not profile.noise:
+        return
+    worst = sorted(profile.noise.items(), key=lambda item: -item[1])[:MOST_NAMES]
+    log.warning("profile: %d of its times are uncertain by more than %.0f %% (%s), so the plan may "
+                "not be the best; close other programs and measure again (without the kept "
+                "profile), or for longer (`autopar measure --seconds`)", len(profile.noise),
+                100 * NOISE_LIMIT,
+                "; ".join(f"{name}: {error:.0%}" for name, error in worst))  # fmt: skip
 
 
 def _late(deadline: float, world: World) -> bool:
