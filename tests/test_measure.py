@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
+from autopar_torch.errors import ProfileError
 from autopar_torch.measure.samples import Sample
 from autopar_torch.profile import Profile
 from autopar_torch.run import choose
@@ -31,6 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 2": {"dp": 2, "zero": 2, "num_micro_batches": 2},
     "zero 3": {"dp": 2, "zero": 3},
 }
+CROWDED = ("tp", "zero_bubble", "zero 2")
 
 
 def measured() -> dict[str, dict[str, Any]]:
@@ -67,6 +70,26 @@ def measured() -> dict[str, dict[str, Any]]:
     return found
 
 
+def crowded() -> dict[str, Any]:
+    """On a rank that shares its core with the others: what is measured of a plan's blocks."""
+    from accuracy import Side, session_for
+
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    sides = {name: Side(lambda: gpt(width=64, layers=2), PLANS[name]) for name in CROWDED}
+    measuring = session_for(sides)
+    for _ in range(2):
+        measuring.round()
+    profile = measuring.profile()
+    pieces = [piece for cell in profile.cells for piece in cell.pieces]
+    return {
+        "ranks_per_core": profile.cluster.ranks_per_core,
+        "seconds": [[p.forward_s, p.backward_s] for p in pieces],
+        "split": [p.weight_s for p in pieces if p.input_s],
+        "added": [p.added_s for p in pieces],
+    }
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[str, Any]]]:
     found: list[dict[str, dict[str, Any]]] = run_ranks(2, "test_measure:measured", timeout_s=280)
@@ -91,6 +114,16 @@ def test_a_real_step_is_recorded_as_a_timeline(ranks: list[dict[str, dict[str, A
     assert (real["source"], real["ranks"]) == ("measured", [0, 1])
     assert real["comm_s"] > 0
     assert real["idle_s"] >= 0
+
+
+def test_ranks_that_share_a_core_measure_every_phase() -> None:
+    """In each round alike: what adding to gradients costs is not asked there."""
+    one, other = run_ranks(2, "test_measure:crowded")
+    assert one == other, "a profile is the same on every rank"
+    assert one["ranks_per_core"] == 2
+    assert all(seconds > 0 for pair in one["seconds"] for seconds in pair), one
+    assert one["split"] and all(seconds > 0 for seconds in one["split"]), one
+    assert not any(one["added"])
 
 
 class Shaky:
@@ -123,12 +156,15 @@ def test_noise_is_measured_away_or_named(
         assert session.rounds == sure_after and "uncertain" not in caplog.text
 
 
-def test_a_session_names_what_varies_too_much() -> None:
+def test_a_session_wants_two_rounds_and_names_what_varies_too_much() -> None:
     model, batch = gpt(layers=1)
     parallel = ap.parallelize(model, batch, plan=ap.Plan.uniform())
     call, tensors = take_apart((), batch)
     traced = parallel.retrace(call, True, ("loss",))
     found = session(traced, [parallel.plan], call, tensors, {}, parallel.world, parallel.device)
+    found.round()
+    with pytest.raises(ProfileError, match="1 of at least 2 rounds"):
+        found.profile()
     found.round()
     runner = found.chains[0].runners[0]
     runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
+from ..errors import ProfileError
 from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile, merged
 from ..trace import Traced
 from .blocks import Axes, Blocks, Context
@@ -15,6 +16,8 @@ from .bytes import TensorBytes
 from .links import WARM_UP, Lines, Places
 from .overheads import Extras
 from .stats import NOISE_LIMIT, quantiles
+
+LEAST = 2  # rounds: gradients are made in one and added to in the next
 
 
 class Session:
@@ -33,8 +36,10 @@ class Session:
         rows = max((need.rows for need in cells), default=1)
         self.extras = Extras(device, places, cluster.ranks_per_core, lambda: context(rows))
         self._count_bytes()
+        self.rounds = 0
         for _ in range(WARM_UP):
             self.round()
+        self.rounds = 0
         for chain in self.chains:
             chain.forget()
         self.lines.forget()
@@ -50,6 +55,7 @@ class Session:
 
     def round(self) -> None:
         """One more sample of everything, everyone busy with the same at the same time."""
+        self.rounds += 1
         for chain in self.chains:
             self._wait()
             chain.round()
@@ -63,6 +69,9 @@ class Session:
 
     def profile(self) -> Profile:
         """All that was seen so far, the same on every rank."""
+        if self.rounds < LEAST:
+            raise ProfileError(f"{self.rounds} of at least {LEAST} rounds were measured",
+                               where="Session.round", fix="call round() more often")  # fmt: skip
         found: dict[CellNeed, Piece] = {}
         for chain in self.chains:
             found |= chain.result(self.cluster.ranks_per_core)
