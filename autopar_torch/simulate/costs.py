@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..model import Block, ModelGraph, TensorInfo
+from ..model import Block, ModelGraph, TensorInfo, item_bytes
 from ..plan import Plan, Sharding, Stage
 from ..profile import Lookup, Piece, cell_key
 from ..shard.holdings import all_holdings
 from ..shard.layout import local_shape, parse_forms
 from ..shard.reduction import Share, buckets_of, shares_of
-
-_ITEM_BYTES = {"float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -131,15 +129,15 @@ class Costs:
             tuple(self._gathers(trained)),
             param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
             grad_bytes=sum(_bytes(s.local, s.dtype) for s in trained),
-            owned_bytes=float(sum(s.num_owned * _item(s.dtype) for s in trained)),
-            largest_bytes=max((s.num_local * _item(s.dtype) for s in trained), default=0),
+            owned_bytes=float(sum(s.num_owned * item_bytes(s.dtype) for s in trained)),
+            largest_bytes=max((s.num_local * item_bytes(s.dtype) for s in trained), default=0),
             num_tensors=len(trained),
         )  # fmt: skip
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
         """It is complete with its earliest block: backward goes from last to first."""
         users = [u for s in group for u in self.graph.users(s.name) if first <= u < last]
-        size = sum(s.num_sent * _item(s.dtype) for s in group)
+        size = sum(s.num_sent * item_bytes(s.dtype) for s in group)
         zero = group[0].zero
         ranks = group[0].team.ranks
         return Bucket(min(users), ranks, float(size * (len(ranks) if zero else 1)),
@@ -150,7 +148,7 @@ class Costs:
         sizes: dict[tuple[int, ...], float] = {}
         for share in shares:
             if share.zero and not self._per_use(share):
-                size = share.piece * _item(share.dtype) * len(share.team.ranks)
+                size = share.piece * item_bytes(share.dtype) * len(share.team.ranks)
                 sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
         return sorted(sizes.items())
 
@@ -168,7 +166,7 @@ class Costs:
     def _gathered_bytes(self, block: Block, rank: int) -> float:
         """Of parameters that are whole only while the block runs, and of their pieces."""
         own = [self.shares[rank][name] for name in block.params.values()]
-        return sum(2.0 * s.num_local * _item(s.dtype) for s in own if self._per_use(s))
+        return sum(2.0 * s.num_local * item_bytes(s.dtype) for s in own if self._per_use(s))
 
     def _gather_work(self, block: Block, rank: int) -> Work:
         """ZeRO 3: what a block gathers before it runs, forward and backward."""
@@ -176,7 +174,7 @@ class Costs:
         used = [share for share in own if self._per_use(share)]
         work = Work()
         for ranks in {share.team.ranks for share in used}:
-            size = sum(s.piece * _item(s.dtype) for s in used if s.team.ranks == ranks)
+            size = sum(s.piece * item_bytes(s.dtype) for s in used if s.team.ranks == ranks)
             total = size * len(ranks)
             over = self.profile.profile.overheads
             seconds = self.profile.curve("gather", ranks).seconds(total) + over.meet_s
@@ -204,21 +202,17 @@ def sharding_of(plan: Plan, stage: Stage, block: int) -> Sharding | None:
     return plan.shardings[number] if number >= 0 else None
 
 
-def _item(dtype: str) -> int:
-    return _ITEM_BYTES.get(dtype, 8 if dtype.startswith("int64") else 4)
-
-
 def _bytes(shape: Sequence[int], dtype: str) -> float:
-    return float(math.prod(shape) * _item(dtype))
+    return float(math.prod(shape) * item_bytes(dtype))
 
 
 def _held_bytes(share: Share, copies: bool, per_use: bool) -> float:
     """What stays of a parameter between steps: its own part, and a leaf where that differs."""
-    own = share.num_owned * _item(share.dtype)
+    own = share.num_owned * item_bytes(share.dtype)
     if per_use:
         return own
     if share.zero:
-        leaf = share.num_local * (2 if copies else _item(share.dtype))
+        leaf = share.num_local * (2 if copies else item_bytes(share.dtype))
         return own + leaf
     return own + (share.num_local * 2 if copies and share.trained else 0)
 
