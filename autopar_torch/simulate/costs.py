@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..model import Block, ModelGraph, TensorInfo, item_bytes
-from ..plan import Plan, Sharding, Stage
+from ..plan import Plan, Stage
 from ..profile import Lookup, Piece, cell_key
-from ..shard.holdings import all_holdings
-from ..shard.layout import local_shape, parse_forms
+from ..shard.holdings import all_holdings, value_shape
 from ..shard.reduction import Share, buckets_of, shares_of
 
 
@@ -100,19 +99,9 @@ class Costs:
                          self._border(stage, back, rows))  # fmt: skip
 
     def _border(self, stage: Stage, values: dict[str, TensorInfo], rows: int) -> float:
-        return float(sum(_bytes(self._local(stage, name, info, rows), info.dtype)
-                         for name, info in values.items()))  # fmt: skip
-
-    def _local(self, stage: Stage, value: str, info: TensorInfo, rows: int) -> Sequence[int]:
-        first, last = stage.blocks or (0, 0)
-        for block in range(first, last):
-            slots = {**self.graph.blocks[block].inputs, **self.graph.blocks[block].outputs}
-            slot = next((s for s, v in slots.items() if v == value), None)
-            sharding = sharding_of(self.plan, stage, block)
-            if slot is not None and sharding is not None:
-                form = parse_forms(sharding.forms[slot])
-                return local_shape(info.at(rows), form.value, stage.axes)
-        return info.at(rows)
+        shapes = ((value_shape(self.plan, self.graph, stage, name, info, rows), info.dtype)
+                  for name, info in values.items())  # fmt: skip
+        return float(sum(_bytes(*shape) for shape in shapes))
 
     def _rank(self, stage: Stage, rank: int, rows: int) -> RankCost:
         first, last = stage.blocks or (0, 0)
@@ -159,7 +148,7 @@ class Costs:
         block = self.graph.blocks[index]
         split = self.plan.schedule == "zero_bubble"
         again = stage.recompute and not self.graph.kind_of(index).mutates
-        key = cell_key(sharding_of(self.plan, stage, index), split, again)
+        key = cell_key(self.plan.sharding(stage, index), split, again)
         piece = self.profile.piece(block.kind, key, rows)
         return block_work(piece, self._gather_work(block, rank), self._gathered_bytes(block, rank))
 
@@ -194,12 +183,6 @@ def block_work(piece: Piece, gather: Work, gathered: float = 0.0) -> BlockWork:
         forward_bytes=piece.forward_bytes + gathered,
         backward_bytes=piece.backward_bytes + gathered,
     )
-
-
-def sharding_of(plan: Plan, stage: Stage, block: int) -> Sharding | None:
-    """How a block is split, None where it is whole."""
-    number = -1 if stage.shardings is None else stage.shardings[block - (stage.blocks or (0, 0))[0]]
-    return plan.shardings[number] if number >= 0 else None
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> float:
