@@ -23,7 +23,7 @@ from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
-from ..search.best import Choice, Outcome, search
+from ..search.best import SAFETY, Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
 from ..simulate import simulate
@@ -69,12 +69,19 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) -> Outcome:
     """Search by the formula; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured and nobody shares, the engine would only repeat the formula.
+    Where nothing was measured and nobody shares, the engine would only repeat the formula. What the
+    formula took to fit, the engine may find too large: then the search is asked for less.
     """
     result = search(graph, known.options, lookup(known.profile), num_rows, limits)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
         choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
+        room = limits.room(known.profile.cluster)
+        least = SAFETY * min(choice.memory_bytes for choice in choices)
+        if least > room:
+            less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
+            return best(graph, known, num_rows, less)
+        choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
     first, *others = choices
     reason = f"fastest of {result.considered} candidates"

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
@@ -37,6 +38,10 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     precision: Precision = "float32"
     memory_bytes: int | None = None  # per device, instead of what the device has
     rings: Literal["free", "never", "always"] = "free"  # linears whose blocks move (PrimePar)
+
+    def room(self, cluster: Cluster) -> int:
+        """Bytes that a plan may take on every device."""
+        return self.memory_bytes or min(device.memory_bytes for device in cluster.devices)
 
 
 class Candidate(NamedTuple):
