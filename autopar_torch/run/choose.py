@@ -54,7 +54,7 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
            world: World, device: torch.device, limits: Constraints) -> Outcome:  # fmt: skip
     """The fastest plan for this batch on these ranks, the same on every rank."""
     cluster = cluster_of(world)
-    known = _known(traced, call, tensors, buffers, world, device, cluster, limits)
+    known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     error: AutoparError | None = None
     found = None
     if world.rank == 0:
@@ -95,7 +95,7 @@ def _simulated(choice: Choice, graph: ModelGraph, profile: Profile, num_rows: in
     return Choice(choice.plan, timeline.step_s, peak)
 
 
-def _known(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
+def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, cluster: Cluster,
            limits: Constraints) -> Known:  # fmt: skip
     """From the cache, else measured now."""
@@ -240,4 +240,4 @@ def _keep(known: Known, path: Path) -> None:
         log.warning("profile: not kept for the next run: %s", error)
 
 
-__all__ = ["Known", "best", "choose", "cluster_of", "measure"]
+__all__ = ["Known", "best", "choose", "cluster_of", "measure", "recall"]
