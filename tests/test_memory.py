@@ -55,6 +55,7 @@ def limited(cache: str) -> dict[str, Any]:
     return {"free": free, "rows": rows, "error": ""}
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_stays_below_the_limit_and_a_miss_is_told(tmp_path: Path) -> None:
     first, other = run_ranks(2, "test_memory:limited", str(tmp_path))
     for one, two in zip(first["rows"], other["rows"], strict=True):
