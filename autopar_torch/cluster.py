@@ -102,6 +102,11 @@ class Cluster(Struct, frozen=True, dict=True):
         """A number that ranks on the same core have in common."""
         return self.cores[rank] if self.cores else rank
 
+    @cached_property
+    def ranks_per_core(self) -> int:
+        """Of the core that most ranks share."""
+        return max(Counter(map(self.core, range(self.num_devices))).values())
+
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a group uses."""
         return self.inside if len({self.node_of[r] for r in ranks}) == 1 else self.across

@@ -12,7 +12,11 @@ from msgspec import Struct
 
 ROWS = 1_000_003
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
-               "complex64": 8, "int16": 2}  # fmt: skip
+               "complex64": 8, "complex128": 16, "int16": 2}  # fmt: skip
+
+
+def item_bytes(dtype: str) -> int:
+    return _ITEM_BYTES.get(dtype, 1)
 
 
 def at_rows(size: int, rows: int) -> int:
@@ -31,7 +35,7 @@ class TensorInfo(Struct, frozen=True):
         return tuple(at_rows(size, rows) for size in self.shape)
 
     def num_bytes(self, rows: int = 1) -> int:
-        return math.prod(self.at(rows)) * _ITEM_BYTES.get(self.dtype, 1)
+        return math.prod(self.at(rows)) * item_bytes(self.dtype)
 
 
 class Kind(Struct, frozen=True):

@@ -42,6 +42,10 @@ class Stage(Struct, frozen=True):
     def axes(self) -> tuple[int, ...]:
         return self.mesh or (len(self.devices),)
 
+    def sharding(self, block: int) -> int:
+        """The entry of `shardings` for a block of the model."""
+        return -1 if self.shardings is None else self.shardings[block - (self.blocks or (0, 0))[0]]
+
 
 class Replica(Struct, frozen=True):
     """One copy of the model: its stages in order, and how many micro-batches it takes."""
@@ -69,6 +73,11 @@ class Plan(Struct, frozen=True):
     precision: Precision = "float32"
     shardings: tuple[Sharding, ...] = ()
     reason: str = "given by the user"
+
+    def sharding(self, stage: Stage, block: int) -> Sharding | None:
+        """How a block is split, None where it is whole."""
+        number = stage.sharding(block)
+        return self.shardings[number] if number >= 0 else None
 
     @staticmethod
     def uniform(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -15,6 +16,7 @@ from .cluster import Cluster
 from .errors import ProfileError
 from .plan import Sharding
 
+Number = TypeVar("Number", int, float)
 SPLIT = "/split"  # cells whose backward is cut into input and weight parts
 AGAIN = "/again"  # cells whose backward computes forward again
 
@@ -36,7 +38,6 @@ class Piece(Struct, frozen=True):
     kept_bytes: float = 0.0  # what forward leaves for backward, what it returns included
     forward_bytes: float = 0.0  # most that forward needed at once
     backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
-    stash_bytes: float = 0.0  # what a backward cut in two keeps between its parts
     added_s: float = 0.0  # how much longer backward takes where gradients are there already
 
 
@@ -58,6 +59,23 @@ class Cell(Struct, frozen=True):
             return _scaled(self.pieces[0], rows)
         low = min(max(place - 1, 0), len(known) - 2)
         return _between(self.pieces[low], self.pieces[low + 1], rows)
+
+
+def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """One cell per program, in the order of their names, its numbers of rows in order."""
+    pieces: dict[tuple[str, str, str], dict[int, Piece]] = {}
+    for cell in cells:
+        own = pieces.setdefault((cell.kind, cell.sharding, cell.source), {})
+        own.update({piece.rows: piece for piece in cell.pieces})
+    return tuple(Cell(kind, key, tuple(own[n] for n in sorted(own)), source)
+                 for (kind, key, source), own in sorted(pieces.items()))  # fmt: skip
+
+
+def few(values: Sequence[Number], most: int) -> list[Number]:
+    """At most so many of some sorted values, the ends included: those to know of a line."""
+    if len(values) <= most:
+        return list(values)
+    return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
 
 
 def _scaled(piece: Piece, rows: int) -> Piece:
@@ -139,10 +157,8 @@ class Profile(Struct, frozen=True):
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
     jitter: Jitter = Jitter()
-    fingerprint: str = ""
-    spread: float = 0.0  # median relative spread of what was measured
+    noise: dict[str, float] = {}  # what stayed uncertain: the relative error of its median
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
-    notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)
@@ -211,11 +227,7 @@ def sharding_key(sharding: Sharding | None) -> str:
     return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def cell_key(sharding: Sharding | None, split: bool, again: bool) -> str:
-    """Names the program of a cell and how its backward runs."""
-    return sharding_key(sharding) + (SPLIT if split else "") + (AGAIN if again else "")
-
-
-def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile back, checked."""
-    return files.load(path, Profile)
+def cell_key(sharding: Sharding | str | None, split: bool, again: bool) -> str:
+    """Names the program of a cell (its sharding, or the key of that) and how its backward runs."""
+    own = sharding if isinstance(sharding, str) else sharding_key(sharding)
+    return own + (SPLIT if split else "") + (AGAIN if again else "")

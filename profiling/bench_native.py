@@ -47,6 +47,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar_torch.measure.bytes import recorded
+
 CASES = ("tp2", "pp2", "dp2", "zero3")
 WORLD, MICRO_BATCHES, MEMORY_STEPS = 2, 4, 3
 LEARNING_RATE, TOLERANCE = 1e-4, 1e-4
@@ -306,34 +308,6 @@ def ours(case: str, sizes: Sizes) -> Side:
 
 
 # --- memory ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Storage:
-    begin: int
-    address: int
-    size: int
-    end: int | None = None
-
-
-def recorded(prof: torch.profiler.profile) -> list[Storage]:
-    """Every storage allocated under the profiler; a release of an older one is ignored."""
-    raw: Any = prof.profiler
-    found, todo = [], list(raw.kineto_results.experimental_event_tree())
-    while todo:
-        event = todo.pop()
-        todo.extend(event.children)
-        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
-            found.append((event.start_time_ns, event.extra_fields))
-    storages: list[Storage] = []
-    alive: dict[int, Storage] = {}
-    for when, fields in sorted(found, key=lambda item: item[0]):
-        if fields.alloc_size > 0:
-            alive[fields.ptr] = Storage(when, fields.ptr, fields.alloc_size)
-            storages.append(alive[fields.ptr])
-        elif old := alive.pop(fields.ptr, None):
-            old.end = when
-    return [one for one in storages if one.end or alive.get(one.address) is one]
 
 
 def held_addresses(opt: torch.optim.Optimizer) -> set[int]:

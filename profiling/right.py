@@ -18,14 +18,13 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
 
-from accuracy import NETWORKS, launch, pin  # noqa: E402
+from accuracy import NETWORKS, Side, launch, pin  # noqa: E402
 
 CASES = [  # model, rows, ranks, network
     ("gpt", 8, 2, "loopback"), ("gpt", 8, 2, "200 Mbit/s"), ("llama", 4, 2, "1 Gbit/s"),
@@ -36,7 +35,7 @@ RACE = ((3, 1.5), (8, 1.15), (14, 1.06), (30, 1.0))  # rounds, then who is slowe
 LIMIT = 0.02
 
 
-class Runner:
+class Runner(Side):
     """One plan with a model of its own."""
 
     def __init__(self, make: Any, rows: int, plan: Any) -> None:
@@ -49,34 +48,15 @@ class Runner:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []
 
-    def step(self) -> None:
-        import torch.distributed as dist
 
-        dist.barrier()
-        start = time.perf_counter()
-        out = self.model(**self.batch)
-        out.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.seconds.append(time.perf_counter() - start)
-
-
-def feasible(found: Any, traced: Any, known: Any, rows: int) -> list[Any]:
+def feasible(traced: Any, known: Any, rows: int) -> list[Any]:
     """Every candidate of the search that fits, each with its best borders."""
     from autopar_torch.profile import Lookup
     from autopar_torch.search.best import search
 
     result = search(traced.graph, known.options, Lookup(known.profile), rows, exhaustive=True,
                     kept=100_000)  # fmt: skip
-    best: dict[str, Any] = {}
-    for choice in (result.best, *result.runners_up):
-        plan = choice.plan
-        stages = [len(r.stages) for r in plan.replicas]
-        first = plan.replicas[0]
-        key = str((len(plan.replicas), stages, first.stages[0].axes, first.num_micro_batches,
-                   plan.schedule, plan.zero, first.stages[0].recompute))  # fmt: skip
-        best.setdefault(key, plan)
-    return list(best.values())
+    return [choice.plan for choice in (result.best, *result.runners_up)]
 
 
 def rank_main(model: str, rows: int, out: str) -> None:
@@ -102,9 +82,9 @@ def rank_main(model: str, rows: int, out: str) -> None:
     call, tensors = take_apart((), batch)
     traced = chosen.retrace(call, True, ("loss",))
     cluster = cluster_of(chosen.world)
-    known = choose._known(traced, call, tensors, {}, chosen.world, chosen.device, cluster,
+    known = choose.recall(traced, call, tensors, {}, chosen.world, chosen.device, cluster,
                           Constraints())  # fmt: skip
-    plans = feasible(chosen.found, traced, known, rows)
+    plans = feasible(traced, known, rows)
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
     runners = [Runner(make, rows, chosen.plan), *(Runner(make, rows, plan) for plan in plans)]
     race(runners, chosen.world)
@@ -121,14 +101,13 @@ def race(runners: list[Runner], world: Any) -> None:
 
     for runner in runners:
         runner.step()
-        runner.seconds.clear()
     still, done = list(range(len(runners))), 0
     for rounds, factor in RACE:
         for k in range(done, rounds):
             order = still[:]
             random.Random(k).shuffle(order)
             for i in order:
-                runners[i].step()
+                runners[i].timed()
         done = rounds
         own = [statistics.median(r.seconds) for r in runners]
         medians = (world.sum(torch.tensor(own, dtype=torch.float64)) / world.size).tolist()

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import autopar_torch as ap
+from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
+from autopar_torch.errors import ProfileError
+from autopar_torch.measure.samples import Sample
+from autopar_torch.profile import Profile
+from autopar_torch.run import choose
+from autopar_torch.run.observe import session
+from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+from models import gpt
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -19,16 +33,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 2": {"dp": 2, "zero": 2, "num_micro_batches": 2},
     "zero 3": {"dp": 2, "zero": 3},
 }
+CROWDED = ("tp", "zero_bubble", "zero 2")
 
 
 def measured() -> dict[str, dict[str, Any]]:
     """On a rank: predicted and measured seconds and bytes of every plan."""
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
     from accuracy import Side, pin, session_for
-    from models import gpt
 
     from autopar_torch.simulate import simulate
 
@@ -37,12 +47,12 @@ def measured() -> dict[str, dict[str, Any]]:
     sides = {name: Side(lambda: gpt(width=128, layers=3), plan) for name, plan in PLANS.items()}
     for side in sides.values():
         side.step()
-    session = session_for(sides)
+    measuring = session_for(sides)
     for _ in range(5):
-        session.round()
+        measuring.round()
         for side in sides.values():
             side.timed()
-    profile = session.profile()
+    profile = measuring.profile()
     found = {}
     for name, side in sides.items():
         timeline = simulate(side.model.plan, side.model.graph, profile, 8)
@@ -58,6 +68,26 @@ def measured() -> dict[str, dict[str, Any]]:
     found["recorded"] = {"source": real.source, "ranks": real.ranks, "comm_s": own.comm_s,
                          "idle_s": own.idle_s}  # fmt: skip
     return found
+
+
+def crowded() -> dict[str, Any]:
+    """On a rank that shares its core with the others: what is measured of a plan's blocks."""
+    from accuracy import Side, session_for
+
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    sides = {name: Side(lambda: gpt(width=64, layers=2), PLANS[name]) for name in CROWDED}
+    measuring = session_for(sides)
+    for _ in range(2):
+        measuring.round()
+    profile = measuring.profile()
+    pieces = [piece for cell in profile.cells for piece in cell.pieces]
+    return {
+        "ranks_per_core": profile.cluster.ranks_per_core,
+        "seconds": [[p.forward_s, p.backward_s] for p in pieces],
+        "split": [p.weight_s for p in pieces if p.input_s],
+        "added": [p.added_s for p in pieces],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +114,59 @@ def test_a_real_step_is_recorded_as_a_timeline(ranks: list[dict[str, dict[str, A
     assert (real["source"], real["ranks"]) == ("measured", [0, 1])
     assert real["comm_s"] > 0
     assert real["idle_s"] >= 0
+
+
+def test_ranks_that_share_a_core_measure_every_phase() -> None:
+    """In each round alike: what adding to gradients costs is not asked there."""
+    one, other = run_ranks(2, "test_measure:crowded")
+    assert one == other, "a profile is the same on every rank"
+    assert one["ranks_per_core"] == 2
+    assert all(seconds > 0 for pair in one["seconds"] for seconds in pair), one
+    assert one["split"] and all(seconds > 0 for seconds in one["split"]), one
+    assert not any(one["added"])
+
+
+class Shaky:
+    """A session that is sure of everything after some rounds."""
+
+    def __init__(self, sure_after: int) -> None:
+        self.sure_after, self.rounds = sure_after, 0
+
+    def round(self) -> None:
+        self.rounds += 1
+
+    def noise(self) -> dict[str, float]:
+        return {} if self.rounds >= self.sure_after else {"layer at 4 rows": 0.7}
+
+    def profile(self) -> Profile:
+        return Profile(Cluster(((CPU_CORE,),), LOOPBACK, LOOPBACK), (), noise=self.noise())
+
+
+@pytest.mark.parametrize(("sure_after", "seconds"), [(40, 60.0), (10**9, 0.3)])
+def test_noise_is_measured_away_or_named(
+    sure_after: int, seconds: float, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    session = Shaky(sure_after)
+    monkeypatch.setattr(choose, "session_on", lambda *_: session)
+    known = ap.measure(*gpt(layers=1), seconds=seconds)
+    if known.profile.noise:
+        assert "layer at 4 rows: 70%" in caplog.text and "close other programs" in caplog.text
+    else:
+        assert session.rounds == sure_after and "uncertain" not in caplog.text
+
+
+def test_a_session_wants_two_rounds_and_names_what_varies_too_much() -> None:
+    model, batch = gpt(layers=1)
+    parallel = ap.parallelize(model, batch, plan=ap.Plan.uniform())
+    call, tensors = take_apart((), batch)
+    traced = parallel.retrace(call, True, ("loss",))
+    found = session(traced, [parallel.plan], call, tensors, {}, parallel.world, parallel.device)
+    found.round()
+    with pytest.raises(ProfileError, match="1 of at least 2 rounds"):
+        found.profile()
+    found.round()
+    runner = found.chains[0].runners[0]
+    runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]
+    assert any(name.startswith(runner.need.kind) for name in found.noise())
+    assert found.profile().noise == found.noise()

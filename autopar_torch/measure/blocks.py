@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
-from ..profile import Cell, CellNeed, Piece
+from ..profile import CellNeed, Piece
 from ..shard.collectives import Axis
 from ..shard.layout import local_shape, parse_forms
 from ..shard.lower import lower
@@ -22,7 +22,7 @@ from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
 from .samples import Sample, jitter, scales, seconds
-from .stats import median, spread
+from .stats import median, uncertainty
 
 PHASES = ("forward", "backward", "weight", "added")
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
@@ -41,10 +41,9 @@ def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
 class Counted(NamedTuple):
     """One run under the count: its moments, and the bytes of outputs and of their gradients."""
 
-    marks: tuple[int, int, int, int]
+    marks: tuple[int, int, int]
     out: int
     given: int
-    split: bool
 
 
 @dataclass
@@ -175,9 +174,8 @@ class Blocks:
         scale = scales(self._columns, self.cores, ranks_per_core)
         found = {}
         for need in {r.need for r in self.runners}:
-            runs = [r.samples for r in self.runners if r.need == need]
             forward, backward, weight, added = (
-                seconds([s for run in runs for s in run.get(name, [])], scale) for name in PHASES
+                seconds(self._samples(need, phase), scale) for phase in PHASES
             )
             whole = backward[0] + weight[0]
             found[need] = Piece(
@@ -194,11 +192,17 @@ class Blocks:
     def jitter(self) -> tuple[list[float], list[float]]:
         return jitter(self._columns)
 
-    def spread(self) -> float:
-        """The largest spread of a cell that matters: those of at least a millisecond."""
-        found = [spread([s.wall_s for s in r.samples.get("forward", [])]) for r in self.first
-                 if median([s.wall_s for s in r.samples["forward"]]) > 1e-3]  # fmt: skip
-        return max(found, default=0.0)
+    def _samples(self, need: CellNeed, phase: str) -> list[Sample]:
+        """Of all its copies."""
+        return [s for r in self.runners if r.need == need for s in r.samples.get(phase, [])]
+
+    def errors(self) -> dict[str, float]:
+        """How uncertain every cell is, by its least certain phase."""
+        return {
+            f"{need.kind} ({need.key or 'whole'}) at {need.rows} rows":
+                max(uncertainty([s.wall_s for s in self._samples(need, phase)]) for phase in PHASES)
+            for need in {r.need: None for r in self.runners}
+        }  # fmt: skip
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
@@ -230,7 +234,7 @@ def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
 
 
 def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
-    """A run that adds to gradients which are there: before, after forward, backward, weights."""
+    """A run that adds to gradients which are there: before, after forward, at the end."""
     runner.forward()
     runner.backward()
     runner.weights()
@@ -239,17 +243,16 @@ def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
     out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
     ran = count.mark()
     runner.backward()
-    back = count.mark()
     runner.weights()
     end = count.mark()
     given = sum(g.numel() * g.element_size() for g in runner.grads)
     runner.clear()
-    return Counted((start, ran, back, end), out, given, runner.need.split)
+    return Counted((start, ran, end), out, given)
 
 
 def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
     """What a block keeps and needs, beyond what was there before."""
-    start, ran, back, end = run.marks
+    start, ran, end = run.marks
     before = count.at(start)
     kept = count.at(ran) - before
     return {
@@ -257,14 +260,4 @@ def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
         "kept_bytes": float(kept),
         "forward_bytes": float(count.peak(start, ran) - before),
         "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
-        "stash_bytes": float(count.at(back) - before) if run.split else 0.0,
     }
-
-
-def as_cells(pieces: dict[CellNeed, Piece]) -> tuple[Cell, ...]:
-    """Pieces of the same program at several numbers of rows make one cell."""
-    found: dict[tuple[str, str], list[Piece]] = {}
-    for need, piece in pieces.items():
-        found.setdefault((need.kind, need.key), []).append(piece)
-    return tuple(Cell(kind, key, tuple(sorted(own, key=lambda p: p.rows)))
-                 for (kind, key), own in sorted(found.items()))  # fmt: skip

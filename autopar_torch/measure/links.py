@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cluster import Cluster
-from ..profile import Curve, CurveNeed
-from ..shard.collectives import Axis, exchange, gather_pieces, start_exchange, start_sum
+from ..profile import Curve, CurveNeed, few
+from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
 from ..shard.watch import between, stamp
-from .stats import median, spread
+from .stats import median, uncertainty
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
 SMALL, LONG, REPEATS = 1 << 18, 1 << 22, 3  # bytes: less is warmed up, more is timed only once
+T = TypeVar("T")
 WARM_UP = 2  # rounds that are not timed
 WIDTH, DEPTH = 192, 4  # of what a sender computes before it sends
 
@@ -35,6 +36,8 @@ class Places(Protocol):
 
     def sum(self, x: Tensor) -> Tensor: ...
 
+    def gather(self, value: T) -> list[T]: ...
+
 
 class Line:
     """One kind of communication among the ranks of one group, at several sizes."""
@@ -42,7 +45,7 @@ class Line:
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
                  device: torch.device) -> None:  # fmt: skip
         self.op, self.ranks, self.device = op, ranks, device
-        self.sizes = _thinned(sorted(set(sizes)))
+        self.sizes = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.busy: list[float] = []
@@ -92,9 +95,6 @@ class Line:
             case "scatter":
                 flat = torch.ones((parts, max(1, count // parts)), device=self.device)
                 return lambda: _scatter(flat, axis)
-            case "exchange":
-                pieces = list(torch.ones((parts, max(1, count // parts)), device=self.device))
-                return lambda: _drop(exchange(pieces, axis))
             case _:
                 sent = torch.ones(count, device=self.device)
                 return lambda: _drop(_to_and_fro(sent, axis, 0, lambda: None))
@@ -169,14 +169,6 @@ def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
     work.wait()
 
 
-def _thinned(sizes: list[float]) -> list[float]:
-    """At most so many sizes, the smallest and the largest among them."""
-    if len(sizes) <= MOST_POINTS:
-        return sizes
-    step = (len(sizes) - 1) / (MOST_POINTS - 1)
-    return sorted({sizes[round(i * step)] for i in range(MOST_POINTS)})
-
-
 class Lines:
     """All communication that some plans need, one group of each kind."""
 
@@ -230,7 +222,8 @@ class Lines:
         value = self.places.sum(torch.tensor(own, dtype=torch.float64))
         return float(value) / len(line.ranks)
 
-    def spread(self) -> float:
-        found = [spread(samples) for line in self.lines.values() if line.axis
-                 for samples in line.samples.values()]  # fmt: skip
-        return max(found, default=0.0)
+    def errors(self) -> dict[str, float]:
+        """How uncertain the time of every message is in which this rank takes part."""
+        return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(samples)
+                for (op, group), line in self.lines.items() if line.axis
+                for size, samples in line.samples.items()}  # fmt: skip

@@ -9,15 +9,16 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from ..cluster import Cluster
-from ..profile import CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile
+from ..errors import ProfileError
+from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile, merged
 from ..trace import Traced
-from .blocks import Axes, Blocks, Context, as_cells
+from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
-from .links import Lines, Places
+from .links import WARM_UP, Lines, Places
 from .overheads import Extras
-from .stats import median, quantiles
+from .stats import NOISE_LIMIT, median, quantiles
 
-WARM_UP = 2
+LEAST = 2  # rounds: gradients are made in one and added to in the next
 
 
 class Session:
@@ -28,17 +29,19 @@ class Session:
                  batch: Callable[[], object], device: torch.device) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
         self.chains = [
-            Blocks(own, traced, axes(mesh), context(rows), device, self._ranks_per_core() > 1)
+            Blocks(own, traced, axes(mesh), context(rows), device, cluster.ranks_per_core > 1)
             for (mesh, rows), own in _chains(cells, traced).items()
         ]
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
-        self.extras = Extras(device, places, self._ranks_per_core(),
-                             _trained_sizes(traced), batch, lambda: context(rows))  # fmt: skip
+        self.extras = Extras(device, places, cluster.ranks_per_core, _trained_sizes(traced), batch,
+                             lambda: context(rows))  # fmt: skip
         self._count_bytes()
+        self.rounds = 0
         for _ in range(WARM_UP):
             self.round()
+        self.rounds = 0
         for chain in self.chains:
             chain.forget()
         self.lines.forget()
@@ -54,6 +57,7 @@ class Session:
 
     def round(self) -> None:
         """One more sample of everything, everyone busy with the same at the same time."""
+        self.rounds += 1
         for chain in self.chains:
             self._wait()
             chain.round()
@@ -65,34 +69,34 @@ class Session:
         if self.places.size > 1:
             dist.barrier()
 
-    def profile(self, fingerprint: str = "") -> Profile:
+    def profile(self) -> Profile:
         """All that was seen so far, the same on every rank."""
+        if self.rounds < LEAST:
+            raise ProfileError(f"{self.rounds} of at least {LEAST} rounds were measured",
+                               where="Session.round", fix="call round() more often")  # fmt: skip
         found: dict[CellNeed, Piece] = {}
         for chain in self.chains:
-            found |= chain.result(self._ranks_per_core())
-        pieces = {need: self._joined_piece(found.get(need), need.rows) for need in self.needs}
+            found |= chain.result(self.cluster.ranks_per_core)
+        cells = [Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
+                 for need in self.needs]  # fmt: skip
         own = replace(self.extras.result(), action_s=self._switch_s())
         overheads = Overheads(*self._mean(_values(own), True))
-        return Profile(self.cluster, as_cells(pieces), self.lines.result(), overheads,
-                       self._jitter(), fingerprint, self._spread())  # fmt: skip
+        return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
+                       self._jitter(), self.noise())  # fmt: skip
 
     def _switch_s(self) -> float:
         """Of a rank alone on its core."""
         found = [c.switch_s() for c in self.chains if c.active and not c.exchanges]
-        return median(found) / self._ranks_per_core() if found else 0.0
+        return median(found) / self.cluster.ranks_per_core if found else 0.0
 
     def _jitter(self) -> Jitter:
         """Of the ranks that compute alone: where they exchange, waiting is measured as such."""
         found = [c.jitter() for c in self.chains if c.active and not c.exchanges]
         rounds = quantiles([x for own, _ in found for x in own])
         single = quantiles([x for _, own in found for x in own])
-        if self._ranks_per_core() > 1 or not found:
+        if self.cluster.ranks_per_core > 1 or not found:
             return Jitter()
         return Jitter(tuple(self._mean(rounds, True)), tuple(self._mean(single, True)))
-
-    def _ranks_per_core(self) -> int:
-        cores = [self.cluster.core(rank) for rank in range(self.places.size)]
-        return max(cores.count(core) for core in cores)
 
     def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
         own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)
@@ -103,9 +107,15 @@ class Session:
         total = self.places.sum(torch.tensor([*own, float(counts)], dtype=torch.float64))
         return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
 
-    def _spread(self) -> float:
-        own = max([self.lines.spread(), *(c.spread() for c in self.chains if c.active)])
-        return self._mean([own], True)[0]
+    def noise(self) -> dict[str, float]:
+        """What is not known well yet, with its error where that is largest; all must call this."""
+        own = self.lines.errors()
+        for chain in self.chains:
+            own |= chain.errors()
+        found: dict[str, float] = {}
+        for errors in self.places.gather(own):
+            found |= {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
+        return {name: error for name, error in found.items() if error > NOISE_LIMIT}
 
 
 def _trained_sizes(traced: Traced) -> list[int]:

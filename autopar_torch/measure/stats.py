@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-NOISE_LIMIT = 0.5  # quartiles further apart than this part of the median: no measurement
+NOISE_LIMIT = 0.25  # relative error of a median: what is less certain is not known
+WORTH_S = 1e-3  # what takes less is mostly clock
 
 
 def median(values: Sequence[float]) -> float:
@@ -18,10 +19,16 @@ def mean(values: Sequence[float]) -> float:
 
 def spread(values: Sequence[float]) -> float:
     """Distance of the quartiles over the median; 0 for a single value."""
-    if len(values) < 4 or not statistics.median(values):
+    if len(values) < 2 or not statistics.median(values):
         return 0.0
     low, _, high = statistics.quantiles(values, n=4)
     return (high - low) / statistics.median(values)
+
+
+def uncertainty(seconds: Sequence[float]) -> float:
+    """The error of a time that was measured; nothing is asked of those that are mostly clock."""
+    worth = seconds and statistics.median(seconds) >= WORTH_S
+    return error_of_median(seconds) if worth else 0.0
 
 
 def error_of_median(values: Sequence[float]) -> float:

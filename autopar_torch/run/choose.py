@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,12 @@ from torch import Tensor
 from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError, FileError
-from ..measure.links import Lines
+from ..measure.links import WARM_UP, Lines
+from ..measure.session import Session
+from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
-from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key
-from ..search.best import Choice, Outcome, search
+from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
+from ..search.best import SAFETY, Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
 from ..simulate import simulate
@@ -34,7 +37,9 @@ from .world import World
 
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8
+PROBED_ROWS = 3  # numbers of rows at which a program is measured
 QUICK_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 30
+MOST_NAMES = 3  # of what is too uncertain
 DRAWS = 7  # of steps whose times vary as measured
 
 
@@ -49,7 +54,7 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
            world: World, device: torch.device, limits: Constraints) -> Outcome:  # fmt: skip
     """The fastest plan for this batch on these ranks, the same on every rank."""
     cluster = cluster_of(world)
-    known = _known(traced, call, tensors, buffers, world, device, cluster, limits)
+    known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     error: AutoparError | None = None
     found = None
     if world.rank == 0:
@@ -64,12 +69,19 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) -> Outcome:
     """Search by the formula; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured and nobody shares, the engine would only repeat the formula.
+    Where nothing was measured and nobody shares, the engine would only repeat the formula. What the
+    formula took to fit, the engine may find too large: then the search is asked for less.
     """
     result = search(graph, known.options, lookup(known.profile), num_rows, limits)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
         choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
+        room = limits.room(known.profile.cluster)
+        least = SAFETY * min(choice.memory_bytes for choice in choices)
+        if least > room:
+            less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
+            return best(graph, known, num_rows, less)
+        choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
     first, *others = choices
     reason = f"fastest of {result.considered} candidates"
@@ -83,7 +95,7 @@ def _simulated(choice: Choice, graph: ModelGraph, profile: Profile, num_rows: in
     return Choice(choice.plan, timeline.step_s, peak)
 
 
-def _known(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
+def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, cluster: Cluster,
            limits: Constraints) -> Known:  # fmt: skip
     """From the cache, else measured now."""
@@ -92,6 +104,7 @@ def _known(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     cached = files.decode(world.agree(files.encode(cached)), Known | None)  # type: ignore[arg-type]
     if cached is not None:
         log.info("profile: from %s", path)
+        _name_noise(cached.profile, world)
         return cached
     start = time.perf_counter()
     known = measure(traced, call, tensors, buffers, world, device, cluster, limits)
@@ -112,11 +125,32 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
         return Known(tuple(ways_known), Profile(cluster, ()))
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
+    _enough(session, deadline, world)
+    profile = session.profile()
+    _name_noise(profile, world)
+    return Known(tuple(ways_known), profile)
+
+
+def _enough(session: Session, deadline: float, world: World) -> None:
+    """Rounds until time is up, or all is known well. Always whole ones: what the blocks of a chain
+    take is told by their sum."""
     rounds = 0
-    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and not _late(deadline, world)):
+    while rounds < LEAST_ROUNDS or not (
+        _late(deadline, world) or (rounds >= MOST_ROUNDS and not session.noise())
+    ):
         session.round()
         rounds += 1
-    return Known(tuple(ways_known), session.profile())
+
+
+def _name_noise(profile: Profile, world: World) -> None:
+    if world.rank or not profile.noise:
+        return
+    worst = sorted(profile.noise.items(), key=lambda item: -item[1])[:MOST_NAMES]
+    log.warning("profile: %d of its times are uncertain by more than %.0f %% (%s), so the plan may "
+                "not be the best; close other programs and measure again (without the kept "
+                "profile), or for longer (`autopar measure --seconds`)", len(profile.noise),
+                100 * NOISE_LIMIT,
+                "; ".join(f"{name}: {error:.0%}" for name, error in worst))  # fmt: skip
 
 
 def _late(deadline: float, world: World) -> bool:
@@ -132,33 +166,28 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
     wanted: dict[tuple[int, bool, bool], set[int]] = {}
     for c in found:
         split = c.schedule == "zero_bubble"
-        count = max(1, num_rows // (c.dp * c.micro_batches))
-        wanted.setdefault((c.option, split, c.recompute), set()).add(count)
+        wanted.setdefault((c.option, split, c.recompute), set()).add(c.rows(num_rows))
     by_key = {(need.kind, need.key): need for need in cells}
     every: dict[CellNeed, None] = {}
     for (index, split, recompute), rows in wanted.items():
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
             again = recompute and not traced.graph.kinds[block.kind].mutates
             need = by_key[block.kind, cell_key(sharding, split, again)]
-            for count in _few(sorted(rows)):
+            for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
     return list(every), curves
-
-
-def _few(rows: list[int]) -> list[int]:
-    return sorted({rows[0], rows[len(rows) // 2], rows[-1]})
 
 
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
              limits: Constraints) -> list[Option]:  # fmt: skip
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
     shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
-              if limits.tp is None or ways.degree(mesh) == limits.tp]  # fmt: skip
+              if limits.tp is None or math.prod(mesh) == limits.tp]  # fmt: skip
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
     lines = Lines(needs, cluster, world, device)
-    for _ in range(2 + LEAST_ROUNDS):
+    for _ in range(WARM_UP + LEAST_ROUNDS):
         lines.round()
     seen = Lookup(Profile(cluster, (), lines.result()))
     rows = max(1, call.num_rows)
@@ -193,7 +222,7 @@ def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constrain
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 
-FORMAT = 2  # of what a profile means: changes with the measuring code
+FORMAT = 3  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path) -> Known | None:
@@ -211,4 +240,4 @@ def _keep(known: Known, path: Path) -> None:
         log.warning("profile: not kept for the next run: %s", error)
 
 
-__all__ = ["Known", "best", "choose", "cluster_of", "measure"]
+__all__ = ["Known", "best", "choose", "cluster_of", "measure", "recall"]

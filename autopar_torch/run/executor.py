@@ -124,7 +124,7 @@ class Executor:
         infos = runner.arriving if action.op is Op.RECV_F else {
             n: i for n, i in runner.leaving.items() if i.grad}  # fmt: skip
         return {
-            name: torch.empty(runner.shape(name, info, runner.layouts(name), end - start),
+            name: torch.empty(runner.shape(name, info, end - start),
                               dtype=getattr(torch, info.dtype), device=runner.device)
             for name, info in infos.items()
         }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 from .. import files
 from ..cluster import Cluster, Device, Link, named
 from ..plan import Plan, Precision, fit
-from ..profile import Cell, CellNeed, Overheads, Piece, Profile
-from ..search.space import Candidate, Constraints, candidates
+from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
+from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
 from ..simulate.needs import needs_of
@@ -67,23 +68,14 @@ def _cell(need: CellNeed, traced: Traced, device: Device,
     return Cell(need.kind, need.key, (piece,), "datasheet")
 
 
-def merged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """One cell per program, its numbers of rows in order."""
-    pieces: dict[tuple[str, str], dict[int, Piece]] = {}
-    for cell in cells:
-        pieces.setdefault((cell.kind, cell.sharding), {}).update({p.rows: p for p in cell.pieces})
-    return tuple(Cell(*key, tuple(by_rows[n] for n in sorted(by_rows)), "datasheet")
-                 for key, by_rows in pieces.items())  # fmt: skip
-
-
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
     """Every way to split the model on the cluster, with what its datasheets say about each."""
     device = slowest(cluster)
-    meshes = [m for m in ways.meshes(cluster, MOST_TP) if limits.tp in (None, ways.degree(m))]
+    meshes = [m for m in ways.meshes(cluster, MOST_TP) if limits.tp in (None, math.prod(m))]
     prices = {mesh: Prices(device, _links(cluster, mesh), 0.0, 1) for mesh in meshes}
     options = tuple(ways.option(traced, mesh, prices[mesh]) for mesh in meshes)
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
-    rows = few(sorted({rows_of(c, num_rows) for c in found}), MOST_ROWS)
+    rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
     cells = ways.estimated(traced, options, rows, prices) if rows else []
     profile = Profile(cluster, tuple(cells), overheads=overheads(device, limits.precision),
                       assumed=True)  # fmt: skip
@@ -103,17 +95,6 @@ def overheads(device: Device, precision: Precision) -> Overheads:
         update_s_per_byte=(ADAM_PASSES + leaf) * byte_s, add_s_per_byte=ADD_PASSES * byte_s,
         copy_s_per_byte=COPY_PASSES * byte_s, fixed_bytes=float(device.fixed_bytes),
     )  # fmt: skip
-
-
-def rows_of(candidate: Candidate, num_rows: int) -> int:
-    return max(1, num_rows // (candidate.dp * candidate.micro_batches))
-
-
-def few(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the ends included."""
-    if len(values) <= most:
-        return list(values)
-    return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
 
 
 def _links(cluster: Cluster, mesh: Sequence[int]) -> tuple[Link, ...]:

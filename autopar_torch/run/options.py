@@ -33,10 +33,6 @@ def meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
     return found
 
 
-def degree(mesh: Sequence[int]) -> int:
-    return math.prod(mesh)
-
-
 def axis_ranks(mesh: Sequence[int]) -> list[tuple[int, ...]]:
     """Of rank 0: its group on each axis of a mesh."""
     groups, stride = [], 1
@@ -62,10 +58,8 @@ def hidden(profile: Lookup, cluster: Cluster, groups: Sequence[tuple[int, ...]])
     On a fast link the core copies all the time, on a slow one it waits. Ranks that share a core
     share what is left of it.
     """
-    cores = [cluster.core(rank) for rank in range(cluster.num_devices)]
-    crowd = max(cores.count(core) for core in cores)
     busy = max((profile.curve("gather", ranks).core for ranks in groups), default=0.0)
-    return max(0.0, 1.0 - crowd * busy)
+    return max(0.0, 1.0 - cluster.ranks_per_core * busy)
 
 
 SPATIAL: dict[str, tuple[Spatial, ...]] = {
@@ -85,7 +79,7 @@ def option(traced: Traced, mesh: tuple[int, ...], prices: Prices,
     blocks = traced.graph.blocks
     if not mesh:
         return Option((), (None,) * len(blocks))
-    bare = Plan.uniform(tp=degree(mesh), tp_mesh=mesh)
+    bare = Plan.uniform(tp=math.prod(mesh), tp_mesh=mesh)
     stage = msgspec.structs.replace(bare.replicas[0].stages[0], blocks=(0, len(blocks)))
     replica = msgspec.structs.replace(bare.replicas[0], stages=(stage,))
     plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from ..shard.watch import Stamp, Watch, between, listen, stamp
 from ..timeline import COMM, COMPUTE, Span, Timeline
-
-Heard = tuple[str, Stamp, Stamp]
 
 
 class Recorder:
@@ -44,10 +41,6 @@ class Recorder:
         yield
         self.spans.append((COMM, name, start, stamp()))
 
-    def background(self, name: str, start: Stamp) -> None:
-        """Communication that was under way since `start`."""
-        self.spans.append((COMM, name, start, stamp()))
-
     def result(self) -> tuple[tuple[Span, ...], float]:
         """Spans in seconds from the beginning, and how long the step took until now."""
         total = between(self.begin, stamp())
@@ -66,9 +59,6 @@ class Silent:
         yield
 
     computing = exchanging = _nothing
-
-    def background(self, name: str, start: Any) -> None:
-        return None
 
 
 SILENT = Silent()

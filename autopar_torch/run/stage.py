@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..model import Block, TensorInfo
 from ..plan import Plan, Stage
 from ..shard.collectives import Axis
-from ..shard.layout import WHOLE, Layouts, local_shape, parse_forms
+from ..shard.holdings import value_shape
 from ..shard.lower import lower
 from ..shard.ops import WeightQueue
 from ..trace import Traced
@@ -72,11 +72,11 @@ class StageRunner:
                     gathered)  # fmt: skip
 
     def _program(self, index: int, rows: int) -> fx.GraphModule:
-        number = self._sharding(index)
+        number = self.stage.sharding(self.first + index)
         block = self.traced.graph.blocks[self.first + index]
         key = (block.kind, number, rows)
         if key not in self.programs:
-            sharding = self.plan.shardings[number] if number >= 0 else None
+            sharding = self.plan.sharding(self.stage, self.first + index)
             self.programs[key] = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
                 device=self.device, replicas=self.replicas,
@@ -86,26 +86,14 @@ class StageRunner:
 
     def code(self, index: int) -> str:
         """What a block runs on this rank, as Python."""
-        wanted = (self.traced.graph.blocks[self.first + index].kind, self._sharding(index))
+        index += self.first
+        wanted = (self.traced.graph.blocks[index].kind, self.stage.sharding(index))
         made = [p.code for (kind, number, _), p in self.programs.items()
                 if (kind, number) == wanted]  # fmt: skip
         return str(made[0]) if made else "(has not run yet)"
 
-    def _sharding(self, index: int) -> int:
-        return -1 if self.stage.shardings is None else self.stage.shardings[index]
-
-    def layouts(self, value: str) -> Layouts:
-        """How a value that crosses a border of this stage lies on the tensor axes."""
-        for index, cell in enumerate(self.cells):
-            slots = {**cell.block.inputs, **cell.block.outputs}
-            slot = next((s for s, v in slots.items() if v == value), None)
-            if slot is not None and self._sharding(index) >= 0:
-                text = self.plan.shardings[self._sharding(index)].forms[slot]
-                return parse_forms(text).value
-        return (WHOLE,) * len(self.stage.axes)
-
-    def shape(self, value: str, info: TensorInfo, layouts: Layouts, rows: int) -> list[int]:
-        return local_shape(info.at(rows), layouts, self.stage.axes)
+    def shape(self, value: str, info: TensorInfo, rows: int) -> list[int]:
+        return value_shape(self.plan, self.traced.graph, self.stage, value, info, rows)
 
     def forward(self, micro_batch: int, rows: int, arrived: Values, context: dict[str, Any],
                 train: bool) -> Values:  # fmt: skip

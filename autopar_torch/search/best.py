@@ -69,7 +69,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
             where="constraints", fix="leave tp, pp, dp or num_micro_batches open",
         )  # fmt: skip
-    capacity = limits.memory_bytes or min(d.memory_bytes for d in cluster.devices)
+    capacity = limits.room(cluster)
     hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:

@@ -48,7 +48,7 @@ class Pricer:
         self.tables, self.candidate = tables, candidate
         option, c = tables.options[candidate.option], candidate
         self.tp = option.degree
-        self.rows = rows_of(c, num_rows)
+        self.rows = c.rows(num_rows)
         self.over = tables.profile.profile.overheads
         self.params = tables.params(c.option)
         split = c.schedule == "zero_bubble"
@@ -138,10 +138,6 @@ class Pricer:
                 done = max(done, ready) + bucket_seconds(curve, size, self.tables)
                 size = 0.0
         return max(done, stop)
-
-
-def rows_of(c: Candidate, num_rows: int) -> int:
-    return max(1, num_rows // (c.dp * c.micro_batches))
 
 
 def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:

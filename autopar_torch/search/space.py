@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
@@ -38,6 +39,10 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int | None = None  # per device, instead of what the device has
     rings: Literal["free", "never", "always"] = "free"  # linears whose blocks move (PrimePar)
 
+    def room(self, cluster: Cluster) -> int:
+        """Bytes that a plan may take on every device."""
+        return self.memory_bytes or min(device.memory_bytes for device in cluster.devices)
+
 
 class Candidate(NamedTuple):
     """A plan but for its stage borders."""
@@ -53,6 +58,10 @@ class Candidate(NamedTuple):
 
     def stages(self) -> int:
         return self.pp * self.virtual
+
+    def rows(self, num_rows: int) -> int:
+        """Rows of a micro-batch."""
+        return max(1, num_rows // (self.dp * self.micro_batches))
 
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..model import ModelGraph, TensorInfo
+from ..model import ModelGraph, TensorInfo, item_bytes
 from ..plan import Precision, Sharding
-from ..profile import AGAIN, SPLIT, Curve, Lookup, Piece, sharding_key
+from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.formula import Pipeline, ends
 from .borders import smallest_bottleneck
@@ -138,8 +138,7 @@ class Tables:
 
     def piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
         again = recompute and not self.graph.kinds[kind].mutates
-        key = own + (SPLIT if split else "") + (AGAIN if again else "")
-        return self.profile.piece(kind, key, rows)
+        return self.profile.piece(kind, cell_key(own, split, again), rows)
 
     def blocks(self, option: int, rows: int, split: bool, recompute: bool) -> Blocks:
         key = (option, rows, split, recompute)
@@ -175,12 +174,12 @@ class Tables:
             cut = 1
             if sharding is not None:
                 cut = parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
-            size = info.num_elements * _item(info.dtype) / cut
+            size = info.num_elements * item_bytes(info.dtype) / cut
             held += size
             if info.trainable and not info.buffer:
                 copied = self.precision == "bfloat16" and info.dtype in ("float32", "float64")
                 trained, number, largest = trained + size, number + 1, max(largest, size)
-                leaf += info.num_elements * _item("bfloat16") / cut if copied else size
+                leaf += info.num_elements * item_bytes("bfloat16") / cut if copied else size
         return [held, trained, leaf, largest, number]
 
     @cached_property
@@ -241,11 +240,6 @@ def _column(piece: Piece) -> list[float]:
         max(piece.forward_bytes, piece.backward_bytes),
         piece.out_bytes,
     ]
-
-
-@cache
-def _item(dtype: str) -> int:
-    return TensorInfo((1,), dtype).num_bytes()
 
 
 __all__ = ["Blocks", "Params", "Tables"]

@@ -165,7 +165,7 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
 def _changes(case: Case, best: Choice) -> Iterator[str]:
     """The same search with more memory, another batch, faster or slower networks."""
     cluster = case.profile.cluster
-    memory = case.limits.memory_bytes or min(d.memory_bytes for d in cluster.devices)
+    memory = case.limits.room(cluster)
 
     def network(factor: float) -> dict[str, Any]:
         link = msgspec.structs.replace(

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..model import ModelGraph
+from ..model import ModelGraph, TensorInfo
 from ..plan import Plan, Stage
-from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, parse_forms
+from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, local_shape, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -86,12 +86,22 @@ def axis_ranks(stage: Stage, rank: int, axis: int) -> tuple[int, ...]:
 
 def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
     """The form of a parameter slot of a block, whole where there is no sharding."""
-    first = (stage.blocks or (0, 0))[0]
-    number = -1 if stage.shardings is None else stage.shardings[block - first]
-    if number >= 0:
-        return parse_forms(plan.shardings[number].forms[slot])
+    if sharding := plan.sharding(stage, block):
+        return parse_forms(sharding.forms[slot])
     whole: tuple[Layout, ...] = (WHOLE,) * len(stage.axes)
     return Forms(whole, whole)
+
+
+def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: TensorInfo,
+                rows: int) -> list[int]:  # fmt: skip
+    """On a device of a stage: a value that crosses one of its borders."""
+    for index in range(*(stage.blocks or (0, 0))):
+        block, sharding = graph.blocks[index], plan.sharding(stage, index)
+        slots = {**block.inputs, **block.outputs}
+        slot = next((s for s, v in slots.items() if v == value), None)
+        if slot is not None and sharding is not None:
+            return local_shape(info.at(rows), parse_forms(sharding.forms[slot]).value, stage.axes)
+    return list(info.at(rows))
 
 
 def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[Holding]]:

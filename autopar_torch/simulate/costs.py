@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..model import ModelGraph, TensorInfo
-from ..plan import Plan, Sharding, Stage
+from ..model import ModelGraph, TensorInfo, item_bytes
+from ..plan import Plan, Stage
 from ..profile import Lookup, Piece, cell_key
-from ..shard.holdings import all_holdings
-from ..shard.layout import local_shape, parse_forms
+from ..shard.holdings import all_holdings, value_shape
 from ..shard.reduction import Share, buckets_of, shares_of
-
-_ITEM_BYTES = {"float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -25,10 +22,6 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.compute_s + other.compute_s, self.comm_s + other.comm_s)
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_s + self.comm_s
 
 
 @dataclass(frozen=True)
@@ -107,19 +100,9 @@ class Costs:
                          self._border(stage, back, rows))  # fmt: skip
 
     def _border(self, stage: Stage, values: dict[str, TensorInfo], rows: int) -> float:
-        return float(sum(_bytes(self._local(stage, name, info, rows), info.dtype)
-                         for name, info in values.items()))  # fmt: skip
-
-    def _local(self, stage: Stage, value: str, info: TensorInfo, rows: int) -> Sequence[int]:
-        first, last = stage.blocks or (0, 0)
-        for block in range(first, last):
-            slots = {**self.graph.blocks[block].inputs, **self.graph.blocks[block].outputs}
-            slot = next((s for s, v in slots.items() if v == value), None)
-            sharding = sharding_of(self.plan, stage, block)
-            if slot is not None and sharding is not None:
-                form = parse_forms(sharding.forms[slot])
-                return local_shape(info.at(rows), form.value, stage.axes)
-        return info.at(rows)
+        shapes = ((value_shape(self.plan, self.graph, stage, name, info, rows), info.dtype)
+                  for name, info in values.items())  # fmt: skip
+        return float(sum(_bytes(*shape) for shape in shapes))
 
     def _rank(self, stage: Stage, rank: int, rows: int) -> RankCost:
         first, last = stage.blocks or (0, 0)
@@ -136,15 +119,15 @@ class Costs:
             tuple(_team_bytes([s for s in trained if s.zero and not self._per_use(s)])),
             param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
             grad_bytes=sum(_bytes(s.local, s.dtype) for s in trained),
-            owned_bytes=float(sum(s.num_owned * _item(s.dtype) for s in trained)),
-            largest_bytes=max((s.num_local * _item(s.dtype) for s in trained), default=0),
+            owned_bytes=float(sum(s.num_owned * item_bytes(s.dtype) for s in trained)),
+            largest_bytes=max((s.num_local * item_bytes(s.dtype) for s in trained), default=0),
             num_tensors=len(trained),
         )  # fmt: skip
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
         """It is complete with its earliest block: backward goes from last to first."""
         users = [u for s in group for u in self.graph.users(s.name) if first <= u < last]
-        size = sum(s.num_sent * _item(s.dtype) for s in group)
+        size = sum(s.num_sent * item_bytes(s.dtype) for s in group)
         zero = group[0].zero
         ranks = group[0].team.ranks
         return Bucket(min(users), ranks, float(size * (len(ranks) if zero else 1)),
@@ -157,7 +140,7 @@ class Costs:
         block = self.graph.blocks[index]
         split = self.plan.schedule == "zero_bubble"
         again = stage.recompute and not self.graph.kind_of(index).mutates
-        key = cell_key(sharding_of(self.plan, stage, index), split, again)
+        key = cell_key(self.plan.sharding(stage, index), split, again)
         piece = self.profile.piece(block.kind, key, rows)
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
@@ -170,7 +153,7 @@ def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
     """What comes together from the pieces of ZeRO, by team."""
     sizes: dict[tuple[int, ...], float] = {}
     for share in shares:
-        size = share.piece * _item(share.dtype) * len(share.team.ranks)
+        size = share.piece * item_bytes(share.dtype) * len(share.team.ranks)
         sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
     return sorted(sizes.items())
 
@@ -192,31 +175,21 @@ def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...],
     )
 
 
-def sharding_of(plan: Plan, stage: Stage, block: int) -> Sharding | None:
-    """How a block is split, None where it is whole."""
-    number = -1 if stage.shardings is None else stage.shardings[block - (stage.blocks or (0, 0))[0]]
-    return plan.shardings[number] if number >= 0 else None
-
-
-def _item(dtype: str) -> int:
-    return _ITEM_BYTES.get(dtype, 8 if dtype.startswith("int64") else 4)
-
-
 def _local_bytes(share: Share) -> int:
-    return share.num_local * _item(share.dtype)
+    return share.num_local * item_bytes(share.dtype)
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> float:
-    return float(math.prod(shape) * _item(dtype))
+    return float(math.prod(shape) * item_bytes(dtype))
 
 
 def _held_bytes(share: Share, copies: bool, per_use: bool) -> float:
     """What stays of a parameter between steps: its own part, and a leaf where that differs."""
-    own = share.num_owned * _item(share.dtype)
+    own = share.num_owned * item_bytes(share.dtype)
     if per_use:
         return own
     if share.zero:
-        leaf = share.num_local * (2 if copies else _item(share.dtype))
+        leaf = share.num_local * (2 if copies else item_bytes(share.dtype))
         return own + leaf
     return own + (share.num_local * 2 if copies and share.trained else 0)
 

@@ -8,7 +8,7 @@ from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import CellNeed, Curve, CurveNeed, Lookup, Piece, Profile
-from .costs import Costs, sharding_of
+from .costs import Costs
 from .tasks import StepTasks
 
 
@@ -57,5 +57,5 @@ def _cells(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
             for block in range(*(stage.blocks or (0, 0))):
                 again = stage.recompute and not graph.kind_of(block).mutates
                 for rows in {end - start for start, end in spans}:
-                    sharding = sharding_of(plan, stage, block)
+                    sharding = plan.sharding(stage, block)
                     yield CellNeed(graph.blocks[block].kind, sharding, rows, split, again)

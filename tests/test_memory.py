@@ -1,0 +1,84 @@
+"""Memory limits on two ranks: what is called fitting fits, and what cannot fit is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+import autopar_torch as ap
+from autopar_torch.errors import AutoparError, SearchError
+from autopar_torch.run import choose
+from autopar_torch.search.space import Constraints
+from problems import problem
+from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+from accuracy import Side, pin
+from models import gpt
+
+PARTS = (0.8, 0.6)  # of what the fastest plan takes where memory is no concern
+
+
+class Found(Side):
+    """The plan that is found under a limit, ready to step."""
+
+    def __init__(self, memory_bytes: int | None) -> None:
+        model, self.batch = gpt(width=128, layers=3)
+        limits = {"memory_bytes": memory_bytes}
+        self.model = ap.parallelize(model, self.batch, constraints=limits)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def row(self) -> dict[str, Any]:
+        self.step()
+        return {"plan": self.model.plan.describe(), "measured": self.peak_bytes(),
+                "predicted": self.model.found.memory_bytes}  # fmt: skip
+
+
+def limited(cache: str) -> dict[str, Any]:
+    """On a rank: plans under smaller and smaller limits, and what is said where none fits."""
+    os.environ["AUTOPAR_CACHE"] = cache
+    pin()
+    torch.set_num_threads(1)
+    free = Found(None).row()
+    limits = [round(part * free["predicted"]) for part in PARTS]
+    rows = [{"limit": limit, **Found(limit).row()} for limit in limits]
+    try:
+        Found(limits[0] // 20)
+    except AutoparError as error:
+        return {"free": free, "rows": rows, "error": str(error)}
+    return {"free": free, "rows": rows, "error": ""}
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_stays_below_the_limit_and_a_miss_is_told(tmp_path: Path) -> None:
+    first, other = run_ranks(2, "test_memory:limited", str(tmp_path))
+    for one, two in zip(first["rows"], other["rows"], strict=True):
+        assert max(one["measured"], two["measured"]) <= one["limit"], (one, two)
+    assert "no plan fits" in first["error"] and "nearest: tp=" in first["error"]
+    assert "refused to go on" in other["error"]
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4, 6, 8, 9])
+def test_what_the_engine_finds_too_large_is_not_taken(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine sees a quarter more bytes than the formula that the search goes by."""
+    graph, options, profile, num_rows, _ = problem(seed)
+    known = choose.Known(tuple(options), structs.replace(profile.profile, assumed=False))
+    monkeypatch.setattr(choose, "lookup", lambda _: profile)
+    monkeypatch.setattr(choose, "_simulated", lambda choice, *_: structs.replace(
+        choice, memory_bytes=1.25 * choice.memory_bytes))  # fmt: skip
+    free = choose.best(graph, known, num_rows, Constraints())
+    limits = Constraints(memory_bytes=int(0.9 * free.memory_bytes))
+    try:
+        found = choose.best(graph, known, num_rows, limits)
+    except SearchError as error:
+        assert "nearest" in str(error)
+    else:
+        assert max(c.memory_bytes for c in (found, *found.others)) <= limits.memory_bytes
