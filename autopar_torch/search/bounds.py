@@ -17,6 +17,8 @@ from .tables import Array, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently
+NEARLY = 0.9  # blocks of programs that take so much of the most common one count with it
+TINY_S = 1e-30  # instead of a division by zero
 Ints = NDArray[np.int64]
 
 
@@ -143,8 +145,8 @@ def _pipeline(space: _Space) -> Array:
     Choosing u_k c_k + iota (u_0 + .. + u_(k-1)) = K for all k makes that S K. Any schedule takes
     m S / p, as some position has S / p to do for each of m micro-batches.
 
-    One stage has at least ceil(n / stages) of n blocks, so some t_k is at least the cheapest run of
-    so many: S + M + c_0 t for it (c_0 is the least), or m t.
+    As blocks are whole, some t_k is at least t of `_slowest`: S + M + c_0 t for it (c_0 is the
+    least), or m t.
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
@@ -167,10 +169,10 @@ def _pipeline(space: _Space) -> Array:
     name = space.schedule
     base = np.where(split, ahead + there, total + there + back)
     factor, first = _spread(space, phi, iota)
-    longest = _least_longest(space, work)
+    longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
-    seconds = np.maximum(m * np.maximum(total / p, longest), np.where(plain, base + followed, 0.0))
+    seconds = np.maximum(m * longest, np.where(plain, base + followed, 0.0))
     seconds = np.maximum(seconds, np.where(plain | (p == 1), 0.0, total + there + back))
     return np.where(p == 1, m * total, seconds)
 
@@ -239,27 +241,27 @@ def at_least(curve: Curve, num_bytes: float) -> float:
     return 0.0 if falling else max(0.0, min([curve.seconds(num_bytes), *larger]))
 
 
-def _least_longest(space: _Space, work: Array) -> Array:
-    """Seconds of the cheapest run of as many blocks as some stage must have."""
-    first, group = space.by(space.option, space.pp, space.virtual)
-    found = np.zeros(len(work))
-    for row, i in enumerate(first):
-        which = space.tables.programs[int(space.option[i])][1]
-        size = -(-len(which) // int(space.pp[i] * space.virtual[i]))
-        own = group == row
-        runs = _runs(which, size, space.programs)
-        found[own] = (work[own] @ runs.T).min(axis=1)
-    return found
+def _slowest(space: _Space, work: Array) -> Array:
+    """Seconds of the blocks of the position that has most of them, at least.
 
-
-def _runs(which: Ints, size: int, programs: int) -> Array:
-    """The distinct runs of so many blocks, as counts of programs."""
-    one = np.zeros((len(which) + 1, programs))
-    one[np.arange(1, len(which) + 1), which] = 1
-    sums = one.cumsum(axis=0)
-    runs = sums[size:] - sums[:-size]
-    keep = np.concatenate([[True], (np.diff(runs, axis=0) != 0).any(axis=1)])
-    return runs[keep]
+    It has no less than the average. And blocks are whole: let n of them have w seconds or more. If
+    no position has more than t, each has place for floor(t / w) of the n, and one that also holds a
+    shorter block of o seconds, or one of w + o, for floor((t-o) / w); together the positions need
+    place for n. With o = (q + r) w, q whole and r a fraction, the least such t is
+    w min(ceil((n+q) / p) + r, ceil((n+q+1) / p)). Any w will do; that of the most common block or
+    one nearly as long makes most of it.
+    """
+    counts, p = space.counts, space.pp[:, None]
+    used = np.where(counts > 0, work, 0.0)
+    usual = np.take_along_axis(work, counts.argmax(axis=1)[:, None], axis=1)
+    w = np.where(used >= NEARLY * usual, work, np.inf).min(axis=1, keepdims=True)
+    w = np.maximum(w, TINY_S)
+    n = np.where(used >= w, counts, 0).sum(axis=1, keepdims=True)
+    other = np.where(used >= w, used - w, used) / w
+    q = np.floor(other)
+    places = np.minimum(np.ceil((n + q) / p) + other - q, np.ceil((n + q + 1) / p))
+    return np.maximum((counts * work).sum(axis=1) / space.pp,
+                      (w * places).max(axis=1) / ROUNDING)  # fmt: skip
 
 
 def _outside(space: _Space) -> Array:
