@@ -18,7 +18,7 @@ from .tables import Array, Tables
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently
 NEARLY = 0.9  # blocks of programs that take so much of the most common one count with it
-TINY_S = 1e-30  # instead of a division by zero
+TINY = 1e-9  # seconds or bytes, instead of a division by zero
 Ints = NDArray[np.int64]
 
 
@@ -255,7 +255,7 @@ def _slowest(space: _Space, work: Array) -> Array:
     used = np.where(counts > 0, work, 0.0)
     usual = np.take_along_axis(work, counts.argmax(axis=1)[:, None], axis=1)
     w = np.where(used >= NEARLY * usual, work, np.inf).min(axis=1, keepdims=True)
-    w = np.maximum(w, TINY_S)
+    w = np.maximum(w, TINY)
     n = np.where(used >= w, counts, 0).sum(axis=1, keepdims=True)
     other = np.where(used >= w, used - w, used) / w
     q = np.floor(other)
@@ -314,25 +314,26 @@ def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
     lines = np.arange(len(space.found))
     kept, working = space.costs[lines, chosen, KEPT], space.costs[lines, chosen, WORKING]
     count = space.counts[lines, chosen]
-    inverse, places = np.zeros(len(lines)), np.zeros(len(lines))
     fixed = tables.profile.profile.overheads.fixed_bytes
     room = np.maximum(0.0, capacity - fixed - working)
-    for k in range(int(space.pp.max())):
-        i = np.flatnonzero(space.pp > k)
-        flight = _in_flight(space, i, k)
-        lasts = np.where(space.count[i] > 1, grads[i], 0.0)
-        rate = own[i] + flight / space.virtual[i] * kept[i] + lasts
-        inverse[i] += 1 / np.maximum(rate, 1e-9)
-        places[i] += np.floor(room[i] / np.maximum(rate, 1e-9) * ROUNDING)
+    each = own + np.where(space.count > 1, grads, 0.0)
+    grows = kept / space.virtual
+    starts = np.cumsum(space.pp) - space.pp
+    rate = TINY + np.repeat(each, space.pp) + _in_flight(space, starts) * np.repeat(grows, space.pp)
+    inverse = np.add.reduceat(1 / rate, starts)
+    places = np.add.reduceat(np.floor(np.repeat(room * ROUNDING, space.pp) / rate), starts)
     return fixed + np.maximum(mean / space.pp, count / inverse + working), places >= count
 
 
-def _in_flight(space: _Space, i: Ints, k: int) -> Array:
-    """`in_flight` of position k, of some candidates."""
-    p, m, v, schedule = space.pp[i], space.count[i], space.virtual[i], space.schedule[i]
-    found = {"1f1b": np.minimum(m, p - k), "gpipe": m * v, "zero_bubble": np.minimum(m, p),
-             "interleaved": np.minimum(m * v, 2 * (p - k - 1) + (v - 1) * p + 1)}  # fmt: skip
-    return np.choose(schedule, [found[name] for name in SCHEDULES]).astype(float)
+def _in_flight(space: _Space, starts: Ints) -> Array:
+    """`in_flight` of all positions of all candidates; those of one begin at its start."""
+    p, most = space.pp, space.count * space.virtual
+    first = {"1f1b": p, "gpipe": most, "zero_bubble": p, "interleaved": (space.virtual + 1) * p - 1}
+    fewer = {"1f1b": 1, "gpipe": 0, "zero_bubble": 0, "interleaved": 2}  # from position to position
+    ahead = np.choose(space.schedule, [first[name] for name in SCHEDULES])
+    less = np.array([fewer[name] for name in SCHEDULES])[space.schedule]
+    k = np.arange(p.sum()) - np.repeat(starts, p)
+    return np.minimum(np.repeat(most, p), np.repeat(ahead, p) - np.repeat(less, p) * k)
 
 
 __all__ = ["Bounds", "bounds"]
