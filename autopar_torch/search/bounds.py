@@ -233,7 +233,7 @@ def _messages(space: _Space) -> tuple[Array, Array]:
 
 def at_least(curve: Curve, num_bytes: float) -> float:
     """Seconds of a message of so many bytes or more, whatever was measured of larger ones."""
-    points = getattr(curve, "points", None)
+    points = getattr(curve, "points", None)  # links that are assumed have none
     if points is None:
         return curve.seconds(num_bytes)
     falling = len(points) > 1 and points[-1][1] < points[-2][1]
