@@ -110,7 +110,7 @@ def race(pairs: list[tuple[str, str, int, float, bool]], repeats: int) -> list[d
 def shares(rows: list[dict[str, Any]]) -> None:
     """The part of the candidates of each race that each rule discards."""
     rules = sorted({rule for row in rows for rule in row["discarded"]})
-    print("\n" + "discarded by".ljust(24) + "".join(f"{rule:>14}" for rule in rules) + "        priced")
+    print("\n" + "discarded by".ljust(24) + "".join(f"{rule:>14}" for rule in [*rules, "none"]))
     for row in rows:
         parts = [row["discarded"].get(rule, 0) for rule in rules]
         parts.append(row["considered"] - sum(parts))
