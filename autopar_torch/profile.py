@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from . import files
 from .cluster import Cluster
@@ -80,19 +81,16 @@ def few(values: Sequence[Number], most: int) -> list[Number]:
 
 def _scaled(piece: Piece, rows: int) -> Piece:
     factor = rows / piece.rows
-    values = (getattr(piece, name) * factor for name in Piece.__struct_fields__[1:])
-    return Piece(rows, *values)
+    return Piece(rows, *[value * factor for value in astuple(piece)[1:]])
 
 
 def _between(a: Piece, b: Piece, rows: int) -> Piece:
-    share = (rows - a.rows) / (b.rows - a.rows)
-    pairs = ((getattr(a, name), getattr(b, name)) for name in Piece.__struct_fields__[1:])
-    return Piece(rows, *(_kept_sign(x, y, x + share * (y - x)) for x, y in pairs))
-
-
-def _kept_sign(a: float, b: float, value: float) -> float:
     """What is never negative does not become so beyond the points."""
-    return value if min(a, b) < 0 else max(0.0, value)
+    share, values = (rows - a.rows) / (b.rows - a.rows), []
+    for x, y in zip(astuple(a)[1:], astuple(b)[1:], strict=True):
+        value = x + share * (y - x)
+        values.append(value if value > 0 or x < 0 or y < 0 else 0.0)
+    return Piece(rows, *values)
 
 
 class Curve(Struct, frozen=True):

@@ -1,19 +1,29 @@
 """How long the search takes, what it finds, and how it grows.
 
     python profiling/search_race.py [--quick] [--json FILE]
+    python profiling/search_race.py --measured [--models gpt,llama,vit] [--worlds 2,4]
 
 Models are traced on meta tensors, prices come from datasheets; the time of a search begins when
 both are there and is processor time of one core, the best of several. `first` is the very first
 search of its kind in the process, with nothing remembered. Where looking at every candidate can
 finish, its result stands beside. Ends with one line of figures; exits 0 only where the targets
 hold and the results are equal.
+
+With `--measured` ranks on this machine are measured for the small models of models.py, and on these
+profiles the plans of the search are compared with those of looking at every candidate: with all
+memory, and with too little for the plan that is best otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import big_models as models
+import msgspec
+from models import MODELS
 
 from autopar_torch import api
+from autopar_torch.errors import SearchError
 from autopar_torch.search.best import Result, search
 from autopar_torch.search.explain import short
 from autopar_torch.search.why import Case
@@ -48,6 +61,8 @@ PEERS = [  # published, or run on machines of this size; each on work and prices
     ("Metis, 1.5B on 16", "362 plans", 2.6),
     ("Sailor, 350M on 128", "one pool", 0.14),
 ]
+
+LESS = 1 / 1.03  # of the memory of the best plan, so that it does not fit
 
 
 def case_of(model: str, cluster: str, rows: int, **options: Any) -> Case:
@@ -92,11 +107,15 @@ def race(pairs: list[tuple[str, str, int, float, bool]], repeats: int) -> list[d
     return rows
 
 
-def shares(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The part of all candidates that each rule discards."""
-    total = sum(row["considered"] for row in rows)
+def shares(rows: list[dict[str, Any]]) -> None:
+    """The part of the candidates of each race that each rule discards."""
     rules = sorted({rule for row in rows for rule in row["discarded"]})
-    return {rule: sum(row["discarded"].get(rule, 0) for row in rows) / total for rule in rules}
+    print("\n" + "discarded by".ljust(24) + "".join(f"{rule:>14}" for rule in [*rules, "none"]))
+    for row in rows:
+        parts = [row["discarded"].get(rule, 0) for rule in rules]
+        parts.append(row["considered"] - sum(parts))
+        print(f"{row['model']}@{row['cluster']}".ljust(24)
+              + "".join(f"{part / row['considered']:14.2%}" for part in parts))  # fmt: skip
 
 
 def growth(quick: bool) -> list[dict[str, Any]]:
@@ -119,17 +138,85 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def peers(rows: list[dict[str, Any]]) -> None:
+    print("\nothers, each on its own work and prices:            searched  seconds  a second")
+    for name, work, seconds in PEERS:
+        count = work.split()[0].replace(",", "")
+        rate = f"{int(count) / seconds:8.1f}" if count.isdigit() else "       -"
+        print(f"  {name:38} {work:>20}  {seconds:7.2f}  {rate}")
+    for row in rows:
+        work, rate = f"{row['considered']:,} candidates", row["considered"] / row["best_s"]
+        name = f"here, {row['model']} on {row['cluster']}"
+        print(f"  {name:38} {work:>20}  {row['best_s']:7.3f}  {rate:8.0f}")
+
+
+# --- on profiles of this machine ------------------------------------------------------------------
+
+
+def measured(names: list[str], worlds: list[int], seconds: float) -> bool:
+    """Whether the search gives what brute force gives, on a profile of each model and world."""
+    print("measured      world  memory MiB  considered  best-first   every one  step ms  plan")
+    equal = True
+    with tempfile.TemporaryDirectory() as folder:
+        for world, name in itertools.product(worlds, names):
+            equal &= compare(name, world, measure(name, world, seconds, Path(folder)))
+    return equal
+
+
+def measure(name: str, world: int, seconds: float, folder: Path) -> Case:
+    """Ranks of this machine measure themselves for a model."""
+    path = folder / f"{name}_{world}.json"
+    source = Path(__file__).resolve().with_name("models.py")
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(world)]
+    command = [*torchrun, "-m", "autopar_torch", "measure", f"{source}:{name}",
+               "--out", str(path), "--seconds", str(seconds)]  # fmt: skip
+    paths = [str(source.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                                "PYTHONPATH": os.pathsep.join(paths)}  # fmt: skip
+    subprocess.run(command, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    return api.case(*MODELS[name](), str(path))
+
+
+def compare(name: str, world: int, case: Case) -> bool:
+    """With all memory, then with ever less than the best plan needs, as long as a plan fits."""
+    equal, room = True, 0
+    for _ in range(3):
+        tight = msgspec.structs.replace(case.limits, memory_bytes=room or None)
+        case = dataclasses.replace(case, limits=tight)
+        try:
+            every, _, long = timed(case, 1, exhaustive=True)
+        except SearchError:
+            break
+        found, _, quick = timed(case, 1)
+        same = (every.best, every.runners_up) == (found.best, found.runners_up)
+        equal = equal and same
+        memory = f"{room / 2**20:.1f}" if room else "all"
+        print(f"{name:12} {world:6} {memory:>11} {found.considered:11} {found.priced:5} "
+              f"{quick:5.3f}s {every.priced:5} {long:5.2f}s {found.best.step_s * 1e3:8.2f}  "
+              f"{short(found.best.plan)}{'' if same else '  OTHER: ' + short(every.best.plan)}",
+              flush=True)  # fmt: skip
+        room = int(every.best.memory_bytes * LESS)
+    return equal
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--json", default="")
+    parser.add_argument("--measured", action="store_true", help="on profiles of this machine")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--seconds", type=float, default=2.0, help="that a profile may take")
     options = parser.parse_args()
+    if options.measured:
+        worlds = [int(world) for world in options.worlds.split(",")]
+        equal = measured(options.models.split(","), worlds, options.seconds)
+        print("all results equal" if equal else "OTHER results")
+        return 0 if equal else 1
     rows = race(PAIRS, 5 if options.quick else 15)
-    print("\ndiscarded: " + ", ".join(f"{n} {v:.1%}" for n, v in shares(rows).items()))
+    shares(rows)
     grown = growth(options.quick)
-    print("\nothers, each on its own work and prices:            searched  seconds")
-    for name, work, seconds in PEERS:
-        print(f"  {name:38} {work:>20}  {seconds:7.2f}")
+    peers(rows)
     if options.json:
         Path(options.json).write_text(json.dumps({"race": rows, "growth": grown}, indent=1))
     late = [row for row in rows if row["target_s"] and row["best_s"] > row["target_s"]]

@@ -17,6 +17,8 @@ from .tables import Array, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently
+NEARLY = 0.9  # blocks of programs that take so much of the most common one count with it
+TINY = 1e-9  # seconds or bytes, instead of a division by zero
 Ints = NDArray[np.int64]
 
 
@@ -143,8 +145,8 @@ def _pipeline(space: _Space) -> Array:
     Choosing u_k c_k + iota (u_0 + .. + u_(k-1)) = K for all k makes that S K. Any schedule takes
     m S / p, as some position has S / p to do for each of m micro-batches.
 
-    One stage has at least ceil(n / stages) of n blocks, so some t_k is at least the cheapest run of
-    so many: S + M + c_0 t for it (c_0 is the least), or m t.
+    As blocks are whole, some t_k is at least t of `_slowest`: S + M + c_0 t for it (c_0 is the
+    least), or m t.
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
@@ -167,10 +169,10 @@ def _pipeline(space: _Space) -> Array:
     name = space.schedule
     base = np.where(split, ahead + there, total + there + back)
     factor, first = _spread(space, phi, iota)
-    longest = _least_longest(space, work)
+    longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
-    seconds = np.maximum(m * np.maximum(total / p, longest), np.where(plain, base + followed, 0.0))
+    seconds = np.maximum(m * longest, np.where(plain, base + followed, 0.0))
     seconds = np.maximum(seconds, np.where(plain | (p == 1), 0.0, total + there + back))
     return np.where(p == 1, m * total, seconds)
 
@@ -231,7 +233,7 @@ def _messages(space: _Space) -> tuple[Array, Array]:
 
 def at_least(curve: Curve, num_bytes: float) -> float:
     """Seconds of a message of so many bytes or more, whatever was measured of larger ones."""
-    points = getattr(curve, "points", None)
+    points = getattr(curve, "points", None)  # links that are assumed have none
     if points is None:
         return curve.seconds(num_bytes)
     falling = len(points) > 1 and points[-1][1] < points[-2][1]
@@ -239,27 +241,27 @@ def at_least(curve: Curve, num_bytes: float) -> float:
     return 0.0 if falling else max(0.0, min([curve.seconds(num_bytes), *larger]))
 
 
-def _least_longest(space: _Space, work: Array) -> Array:
-    """Seconds of the cheapest run of as many blocks as some stage must have."""
-    first, group = space.by(space.option, space.pp, space.virtual)
-    found = np.zeros(len(work))
-    for row, i in enumerate(first):
-        which = space.tables.programs[int(space.option[i])][1]
-        size = -(-len(which) // int(space.pp[i] * space.virtual[i]))
-        own = group == row
-        runs = _runs(which, size, space.programs)
-        found[own] = (work[own] @ runs.T).min(axis=1)
-    return found
+def _slowest(space: _Space, work: Array) -> Array:
+    """Seconds of the blocks of the position that has most of them, at least.
 
-
-def _runs(which: Ints, size: int, programs: int) -> Array:
-    """The distinct runs of so many blocks, as counts of programs."""
-    one = np.zeros((len(which) + 1, programs))
-    one[np.arange(1, len(which) + 1), which] = 1
-    sums = one.cumsum(axis=0)
-    runs = sums[size:] - sums[:-size]
-    keep = np.concatenate([[True], (np.diff(runs, axis=0) != 0).any(axis=1)])
-    return runs[keep]
+    It has no less than the average. And blocks are whole: let n of them have w seconds or more. If
+    no position has more than t, each has place for floor(t / w) of the n, and one that also holds a
+    shorter block of o seconds, or one of w + o, for floor((t-o) / w); together the positions need
+    place for n. With o = (q + r) w, q whole and r a fraction, the least such t is
+    w min(ceil((n+q) / p) + r, ceil((n+q+1) / p)). Any w will do; that of the most common block or
+    one nearly as long makes most of it.
+    """
+    counts, p = space.counts, space.pp[:, None]
+    used = np.where(counts > 0, work, 0.0)
+    usual = np.take_along_axis(work, counts.argmax(axis=1)[:, None], axis=1)
+    w = np.where(used >= NEARLY * usual, work, np.inf).min(axis=1, keepdims=True)
+    w = np.maximum(w, TINY)
+    n = np.where(used >= w, counts, 0).sum(axis=1, keepdims=True)
+    other = np.where(used >= w, used - w, used) / w
+    q = np.floor(other)
+    places = np.minimum(np.ceil((n + q) / p) + other - q, np.ceil((n + q + 1) / p))
+    return np.maximum((counts * work).sum(axis=1) / space.pp,
+                      (w * places).max(axis=1) / ROUNDING)  # fmt: skip
 
 
 def _outside(space: _Space) -> Array:
@@ -312,25 +314,26 @@ def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
     lines = np.arange(len(space.found))
     kept, working = space.costs[lines, chosen, KEPT], space.costs[lines, chosen, WORKING]
     count = space.counts[lines, chosen]
-    inverse, places = np.zeros(len(lines)), np.zeros(len(lines))
     fixed = tables.profile.profile.overheads.fixed_bytes
     room = np.maximum(0.0, capacity - fixed - working)
-    for k in range(int(space.pp.max())):
-        i = np.flatnonzero(space.pp > k)
-        flight = _in_flight(space, i, k)
-        lasts = np.where(space.count[i] > 1, grads[i], 0.0)
-        rate = own[i] + flight / space.virtual[i] * kept[i] + lasts
-        inverse[i] += 1 / np.maximum(rate, 1e-9)
-        places[i] += np.floor(room[i] / np.maximum(rate, 1e-9) * ROUNDING)
+    each = own + np.where(space.count > 1, grads, 0.0)
+    grows = kept / space.virtual
+    starts = np.cumsum(space.pp) - space.pp
+    rate = TINY + np.repeat(each, space.pp) + _in_flight(space, starts) * np.repeat(grows, space.pp)
+    inverse = np.add.reduceat(1 / rate, starts)
+    places = np.add.reduceat(np.floor(np.repeat(room * ROUNDING, space.pp) / rate), starts)
     return fixed + np.maximum(mean / space.pp, count / inverse + working), places >= count
 
 
-def _in_flight(space: _Space, i: Ints, k: int) -> Array:
-    """`in_flight` of position k, of some candidates."""
-    p, m, v, schedule = space.pp[i], space.count[i], space.virtual[i], space.schedule[i]
-    found = {"1f1b": np.minimum(m, p - k), "gpipe": m * v, "zero_bubble": np.minimum(m, p),
-             "interleaved": np.minimum(m * v, 2 * (p - k - 1) + (v - 1) * p + 1)}  # fmt: skip
-    return np.choose(schedule, [found[name] for name in SCHEDULES]).astype(float)
+def _in_flight(space: _Space, starts: Ints) -> Array:
+    """`in_flight` of all positions of all candidates; those of one begin at its start."""
+    p, most = space.pp, space.count * space.virtual
+    first = {"1f1b": p, "gpipe": most, "zero_bubble": p, "interleaved": (space.virtual + 1) * p - 1}
+    fewer = {"1f1b": 1, "gpipe": 0, "zero_bubble": 0, "interleaved": 2}  # from position to position
+    ahead = np.choose(space.schedule, [first[name] for name in SCHEDULES])
+    less = np.array([fewer[name] for name in SCHEDULES])[space.schedule]
+    k = np.arange(p.sum()) - np.repeat(starts, p)
+    return np.minimum(np.repeat(most, p), np.repeat(ahead, p) - np.repeat(less, p) * k)
 
 
 __all__ = ["Bounds", "bounds"]
