@@ -10,6 +10,9 @@ from autopar_torch.simulate.transformer import ALL, CORE, NOTHING, Layout, Recip
 Row = dict[str, Any]
 
 OLD = re.compile(r"fp16|fp32 training|mixed \(not stated")  # the years before fused attention
+# Aleph Alpha's program (github.com/Aleph-Alpha/scaling): once a step it sums gradients in 32 bit on
+# every replica and gathers the weights, beside nothing; a pipeline sends whole activations.
+SCALING = ("aleph_alpha_layouts",)
 DEEPSPEED = ("sailor_validation",)  # its pipeline does not split what it sends
 MEGATRON = re.compile("Megatron|NVIDIA|MLPerf|Korthikanti|MindSpeed|Zero Bubble")  # from 2022 on
 LEAN = re.compile(f"{MEGATRON.pattern}|OneFlow")  # keeps and copies no more than it must
@@ -74,11 +77,13 @@ def recipe(row: Row) -> Recipe:
         fused=_fused(row, kernel),
         fused_softmax=kernel != "torch",
         fused_loss=nvidia or "cross-entropy fusion" in (row["notes"] or ""),
-        whole_sends=row["file"] in DEEPSPEED,
+        whole_sends=row["file"] in (*DEEPSPEED, *SCALING),
+        travel_bytes=4.0 if row["file"] in SCALING else 0.0,
+        whole_reduce=row["file"] in SCALING,
         dropout=bool(OLD.search(text)) and precision != "float32",
         overlap_data=_overlaps(row, text),
         overlap_tensor=nvidia or bool(row.get("mc2")) or bool(row.get("async_tp")),
-        whole_logits=row["file"] == "aleph_alpha_layouts",
+        whole_logits=row["file"] in SCALING,
         lean=bool(LEAN.search(source)),
         fused_sum=bool(MEGATRON.search(source)),
         overlap_weight=bool(MEGATRON.search(source)),
@@ -92,7 +97,9 @@ def stated_precision(row: Row) -> str:
 
 def _overlaps(row: Row, text: str) -> bool:
     """Whether gradients travel beside the backward: as stated, or as the program did then."""
-    if "NO communication overlap" in (row["notes"] or "") or "nanotron" in row["source"]:
+    if row["file"] in SCALING or "nanotron" in row["source"]:
+        return False
+    if "NO communication overlap" in (row["notes"] or ""):
         return False
     return row.get("overlap_grad_reduce", not OLD.search(text)) is not False
 
