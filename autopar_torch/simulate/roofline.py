@@ -207,8 +207,14 @@ class Worker:
         size = 2 * self.tokens * self.model.hidden * self.width
         whole = 2 * self.tensor_group.reduce(size)
         hides, r = self.hardware.overlap.get("tensor", 0.0), self.recipe
-        back = r.overlap_tensor or r.overlap_weight
-        return Seconds(whole * (1 - hides * r.overlap_tensor), whole * (1 - hides * back))
+        forward = whole * (1 - hides * r.overlap_tensor)
+        beside = 1 - hides * (r.overlap_tensor or r.overlap_weight)
+        if not self.layout.sequence:
+            return Seconds(forward, whole * beside)
+        # What a product needs is gathered before it, so only what it yields travels beside the
+        # weight's gradient; and inputs of which only the own part was kept are gathered again.
+        again = whole / 2 if r.lean else 0.0
+        return Seconds(forward, forward / 2 + (whole / 2 + again) * beside)
 
     @property
     def ring(self) -> float:
