@@ -21,8 +21,8 @@ from pathlib import Path
 
 import published_rows
 from msgspec import structs
+from published_predictions import seconds
 from published_rows import Job
-from published_scores import seconds
 
 from autopar_torch import files
 from autopar_torch.cluster import Hardware, hardware

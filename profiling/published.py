@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import published_scores as scores
+from published_predictions import predict
 from published_rows import Rows, read
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +28,7 @@ def main() -> int:
     rows = read(args.data)
     core, groups = side_files(args.data)
     chosen = wanted(rows, core, groups) if args.quick and core else set(rows.jobs)
-    predictions = {key: scores.predict(rows.jobs[key]) for key in rows.jobs if key in chosen}
+    predictions = {key: predict(rows.jobs[key]) for key in rows.jobs if key in chosen}
     report = scores.Report(rows, predictions, core, groups, show_groups=args.search)
     for line in report.lines():
         print(line)

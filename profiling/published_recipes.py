@@ -10,6 +10,9 @@ from autopar_torch.simulate.transformer import ALL, CORE, NOTHING, Layout, Recip
 Row = dict[str, Any]
 
 OLD = re.compile(r"fp16|fp32 training|mixed \(not stated")  # the years before fused attention
+# Aleph Alpha's program (github.com/Aleph-Alpha/scaling): once a step it sums gradients in 32 bit on
+# every replica and gathers the weights, beside nothing; a pipeline sends whole activations.
+SCALING = ("aleph_alpha_layouts",)
 DEEPSPEED = ("sailor_validation",)  # its pipeline does not split what it sends
 MEGATRON = re.compile("Megatron|NVIDIA|MLPerf|Korthikanti|MindSpeed|Zero Bubble")  # from 2022 on
 LEAN = re.compile(f"{MEGATRON.pattern}|OneFlow")  # keeps and copies no more than it must
@@ -18,6 +21,9 @@ PRECISIONS = {"sailor_validation": "fp32 training"}  # its memory model: 4 bytes
 # 312 TFLOP/s on the A100 and (the paper of FlashAttention-3) of 35 % of the H100, -3 of 75 %.
 DETERMINISTIC = 0.8  # a backward that sums in a fixed order
 FLASH_1, FLASH_2, FLASH_2_HOPPER, CUDNN = 0.42, 0.65, 0.35, 0.56
+# cuDNN had no such backward on Blackwell, so Transformer Engine takes FlashAttention-2 (its #2130),
+# whose instructions are no faster there than on Hopper: a smaller part of twice the speed.
+FLASH_2_BLACKWELL = 0.16
 
 
 def layout(row: Row) -> Layout:
@@ -74,11 +80,13 @@ def recipe(row: Row) -> Recipe:
         fused=_fused(row, kernel),
         fused_softmax=kernel != "torch",
         fused_loss=nvidia or "cross-entropy fusion" in (row["notes"] or ""),
-        whole_sends=row["file"] in DEEPSPEED,
+        whole_sends=row["file"] in (*DEEPSPEED, *SCALING),
+        travel_bytes=4.0 if row["file"] in SCALING else 0.0,
+        whole_reduce=row["file"] in SCALING,
         dropout=bool(OLD.search(text)) and precision != "float32",
         overlap_data=_overlaps(row, text),
         overlap_tensor=nvidia or bool(row.get("mc2")) or bool(row.get("async_tp")),
-        whole_logits=row["file"] == "aleph_alpha_layouts",
+        whole_logits=row["file"] in SCALING,
         lean=bool(LEAN.search(source)),
         fused_sum=bool(MEGATRON.search(source)),
         overlap_weight=bool(MEGATRON.search(source)),
@@ -92,7 +100,9 @@ def stated_precision(row: Row) -> str:
 
 def _overlaps(row: Row, text: str) -> bool:
     """Whether gradients travel beside the backward: as stated, or as the program did then."""
-    if "NO communication overlap" in (row["notes"] or "") or "nanotron" in row["source"]:
+    if row["file"] in SCALING or "nanotron" in row["source"]:
+        return False
+    if "NO communication overlap" in (row["notes"] or ""):
         return False
     return row.get("overlap_grad_reduce", not OLD.search(text)) is not False
 
@@ -106,6 +116,8 @@ def _attention(row: Row, nvidia: bool) -> float:
     part = DETERMINISTIC if row.get("deterministic") else 1.0
     if "v1" in kernel or ("llm-foundry" in row["source"] and "A100" in row["hardware"]["gpu"]):
         return part * FLASH_1
+    if row.get("deterministic") and re.search("B200|B300", row["hardware"]["gpu"]):
+        return part * FLASH_2_BLACKWELL
     if re.search("H100|H200|H800|B200|B300", row["hardware"]["gpu"]):
         engine = re.search(
             "transformer_engine|via TE", f"{row.get('transformer_impl')} {row['notes']}"

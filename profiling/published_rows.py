@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msgspec import structs
-from published_recipes import Row, layout, recipe
+from published_recipes import SCALING, Row, layout, recipe
 
 from autopar_torch.cluster import Hardware, Link, hardware
 from autopar_torch.simulate.roofline import Worker
@@ -235,6 +234,8 @@ def layers(row: Row) -> tuple[float, ...]:
     m, p = row["model"], row["parallel"]
     if "nanotron" in row["source"] and p["pp"] > 1:
         return balanced(model(row), p["pp"])
+    if row["file"] in SCALING:
+        return uniform(m["layers"], p["pp"])
     if (
         p["pp"] > 2
         and (m["layers"] + 2) % (p["pp"] * (p["vpp"] or 1)) == 0
@@ -246,10 +247,19 @@ def layers(row: Row) -> tuple[float, ...]:
 
 
 def balanced(found: Transformer, num_stages: int) -> tuple[float, ...]:
-    """Layers and head cut where their parameters reach equal parts, as nanotron does."""
+    """As nanotron cuts: a stage ends with the block that exceeds its part of the parameters."""
     total = found.layers * found.layer_params + found.vocab_params
-    counts = [0.0] * num_stages
+    counts, stage = [0.0] * num_stages, 0
     for n in range(found.layers):
-        reached = (n + 1) * found.layer_params
-        counts[min(num_stages - 1, math.ceil(reached / total * num_stages - 1e-9) - 1)] += 1
+        counts[stage] += 1
+        stage += (n + 1) * found.layer_params > total * (stage + 1) / num_stages
+    return tuple(counts)
+
+
+def uniform(num_layers: int, num_stages: int) -> tuple[float, ...]:
+    """Equal numbers of modules, the earlier stages one more: embedding, layers, norm and head."""
+    least, more = divmod(num_layers + 3, num_stages)
+    counts = [float(least + (stage < more)) for stage in range(num_stages)]
+    counts[0] -= 1
+    counts[-1] -= 2
     return tuple(counts)

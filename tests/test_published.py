@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -132,16 +135,71 @@ def test_sharing_and_recomputing_take_less_memory() -> None:
     assert peak(replace(SPREAD, schedule="zero_bubble_h2")) > peak(SPREAD)
 
 
-def test_the_command_reads_rows_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_sequence_parallelism_pays_for_what_it_gathers_again() -> None:
+    """Its exchanges are as large, but fewer lie beside the gradient of a weight."""
+    recipe = Recipe(overlap_weight=True)
+    whole = Worker(LLAMA_8B, replace(SPREAD, sequence=False), recipe, hardware("H100"))
+    split = replace(whole, layout=SPREAD)
+    assert split.exchange.forward == whole.exchange.forward
+    assert split.exchange.backward > whole.exchange.backward
+    eager = replace(split, recipe=replace(recipe, lean=False))
+    assert eager.exchange.backward < split.exchange.backward
+
+
+def test_gradients_summed_everywhere_cost_what_plain_replicas_exchange() -> None:
+    def data_s(layout: Layout, **changes: object) -> float:
+        return closed.step(worker(layout, overlap_data=False, **changes)).data_s
+
+    plain = data_s(replace(SPREAD, zero=0), grad_bytes=2.0, weight_bytes=2.0)
+    sharded = data_s(SPREAD, grad_bytes=2.0, weight_bytes=2.0)
+    summed = data_s(SPREAD, grad_bytes=2.0, weight_bytes=2.0, whole_reduce=True)
+    assert sharded == pytest.approx(plain)
+    assert summed == pytest.approx(1.5 * plain, rel=1e-3)
+    wide = data_s(SPREAD, grad_bytes=2.0, weight_bytes=2.0, travel_bytes=4.0)
+    assert wide == pytest.approx(1.5 * sharded, rel=1e-3)  # but for latencies
+
+
+def test_a_table_of_words_is_filled_up() -> None:
+    odd = replace(LLAMA_8B, vocab=128249)
+    assert replace(worker(), model=odd).head.total == pytest.approx(worker().head.total, rel=1e-3)
+
+
+def profiling_module(name: str) -> ModuleType:
     sys.path.insert(0, str(PROFILING))
     try:
-        import published_rows
-        import published_scores
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(PROFILING))
+
+
+def test_programs_cut_their_layers_as_their_sources_say() -> None:
+    rows = profiling_module("published_rows")
+    table = replace(LLAMA_8B, layers=16, vocab=int(4 * LLAMA_8B.layer_params / LLAMA_8B.hidden))
+    assert rows.balanced(table, 4) == (6.0, 5.0, 5.0, 0.0)  # the head alone counts as four
+    assert rows.uniform(60, 4) == (15.0, 16.0, 16.0, 13.0)
+
+
+def test_no_order_beats_noise() -> None:
+    ranking = profiling_module("published_ranking")
+    assert ranking.spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert ranking.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert ranking.ceiling([1.0, 2.0, 4.0], 0.001) == pytest.approx(1)
+    assert ranking.ceiling([1.0, 1.001, 1.002], 0.1) < 0.5
+
+
+def test_a_folder_without_rows_does_not_pass(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROFILING / "published.py"), "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no row" in done.stdout
+
+
+def test_the_command_reads_rows_and_says_what_it_left_out(tmp_path: Path) -> None:
+    published_predictions = profiling_module("published_predictions")
+    published_rows = profiling_module("published_rows")
     rows = published_rows.read(PROFILING / "published")
     assert len(rows.jobs) > 3000
     assert all(reason for _, _, reason in rows.left_out)
     job = rows.jobs["korthikanti", "korth_22B_selective"]
-    assert abs(published_scores.predict(job).error) < 0.15
+    assert abs(published_predictions.predict(job).error) < 0.15
     assert published_rows.read(tmp_path).jobs == {}

@@ -134,8 +134,9 @@ def _data(worker: Worker, stage: Seconds, params: float) -> float:
     team = _replicas(worker)
     if team.size == 1 or layout.zero == 3:
         return 0.0
-    scatter = team.gather(recipe.grad_bytes * params)
-    gather = team.gather((recipe.weight_bytes if layout.zero else recipe.grad_bytes) * params)
+    travel = recipe.travel_bytes or recipe.grad_bytes
+    scatter = team.gather(travel * params) * (2 if layout.zero and recipe.whole_reduce else 1)
+    gather = team.gather((recipe.weight_bytes if layout.zero else travel) * params)
     if not recipe.overlap_data:
         return scatter + gather
     hides = worker.hardware.overlap.get("data", 0.0)

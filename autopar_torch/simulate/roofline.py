@@ -24,6 +24,7 @@ LOSS, EAGER_LOSS = 12.0, 30.0  # per logit, forward and backward
 CAST = 4.0  # an 8-bit copy and its transpose, per element of a product's input
 FLASH_BACKWARD = 2.5  # five products for two
 CAUSAL = 0.5  # what a fused attention skips
+VOCAB_TILE = 128
 UNEVEN, ODD = 0.72, 0.5  # speed where widths are no multiple of 64, of 8
 ADAM = 46.0  # norm, clipping, update of weight and moments, a 16-bit copy, zeros: per parameter
 ACCUMULATE = 4.0  # a gradient is written in 16 bit and read, beside the sum it is added to
@@ -83,6 +84,11 @@ def _alignment(*widths: float) -> float:
     """Part of the speed that is left where rows do not fill tiles."""
     worst = min(next(tile for tile in (64, 8, 1) if not round(width) % tile) for width in widths)
     return {64: 1.0, 8: UNEVEN, 1: ODD}[worst]
+
+
+def padded(width: float) -> float:
+    """Columns of a table of words: programs fill it up until its products are fast."""
+    return VOCAB_TILE * math.ceil(width / VOCAB_TILE)
 
 
 def group(hardware: Hardware, size: int, stride: int, per_node: int) -> Group:
@@ -201,8 +207,14 @@ class Worker:
         size = 2 * self.tokens * self.model.hidden * self.width
         whole = 2 * self.tensor_group.reduce(size)
         hides, r = self.hardware.overlap.get("tensor", 0.0), self.recipe
-        back = r.overlap_tensor or r.overlap_weight
-        return Seconds(whole * (1 - hides * r.overlap_tensor), whole * (1 - hides * back))
+        forward = whole * (1 - hides * r.overlap_tensor)
+        beside = 1 - hides * (r.overlap_tensor or r.overlap_weight)
+        if not self.layout.sequence:
+            return Seconds(forward, whole * beside)
+        # What a product needs is gathered before it, so only what it yields travels beside the
+        # weight's gradient; and inputs of which only the own part was kept are gathered again.
+        again = whole / 2 if r.lean else 0.0
+        return Seconds(forward, forward / 2 + (whole / 2 + again) * beside)
 
     @property
     def ring(self) -> float:
@@ -239,7 +251,7 @@ class Worker:
     def head(self) -> Seconds:
         """The product with the vocabulary, and the loss."""
         m, t = self.model, self.layout.tp
-        product = self._product(self.tokens, m.hidden, m.vocab / t)
+        product = self._product(self.tokens, m.hidden, padded(m.vocab / t))
         per_logit = LOSS if self.recipe.fused_loss else EAGER_LOSS
         loss = self._pass(per_logit * self.logits) / 2
         reach = self.tensor_group.gather(2 * self.tokens * m.hidden)

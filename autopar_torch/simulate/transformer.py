@@ -95,6 +95,8 @@ class Recipe:
     whole_sends: bool = False  # every tensor-parallel rank sends the whole activation
     dropout: bool = False
     overlap_data: bool = True
+    travel_bytes: float = 0.0  # a gradient as it travels between replicas (0: as it is kept)
+    whole_reduce: bool = False  # ZeRO or not, every replica receives all summed gradients
     overlap_tensor: bool = False  # exchange in pieces beside the products that feed it
     overlap_weight: bool = False  # backward's exchange beside the weight's gradient
     overlap_pipeline: bool = False
