@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from autopar_torch.plan import Sharding
 from autopar_torch.profile import Curve, Lookup, Profile
 from autopar_torch.run.options import hidden, options
 from autopar_torch.shard import solve
+from autopar_torch.shard.convert import conversions
 from autopar_torch.shard.estimate import estimate
-from autopar_torch.shard.layout import parse_forms, parts_of
-from autopar_torch.shard.price import Prices, param_costs, reduce_seconds
+from autopar_torch.shard.layout import parse_forms, parse_layout, parts_of, side
+from autopar_torch.shard.price import Prices, convert_seconds, param_costs, reduce_seconds
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from test_spatial import MANY_ROWS, Tiny, _tiny_batch
@@ -44,6 +47,18 @@ def _parameters(graph: Any, sharding: Sharding, prices: Prices) -> float:
             total += param_costs(info, prices)[0] / parts_of(sharding.mesh, form.value)
             total += reduce_seconds(form.grad, info.num_bytes(1), sharding.mesh, prices)
     return total
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 4), (4, 2, 4)])
+def test_all_conversions_at_once_cost_what_each_costs_alone(mesh: tuple[int, ...]) -> None:
+    texts = ["R", "P", "S0", "S1", "S1/3", "S0x1o", "S1x0i", "Sx1o", "Sx1p"]
+    options = [[parse_layout(t) for t in texts if side(parts) or "x" not in t] for parts in mesh]
+    every = list(itertools.product(*options))
+    layouts = random.Random(0).sample(every, min(60, len(every)))
+    prices = Prices(links=tuple(Link(10.0**-k, 1e9 + k) for k in range(len(mesh))))
+    found = conversions(layouts, mesh, prices).seconds(layouts, layouts, 1e6)
+    for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
+        assert found[i, j] == pytest.approx(convert_seconds(a, b, 1e6, mesh, prices)), (a, b)
 
 
 def test_a_message_hides_as_far_as_it_leaves_the_core_free() -> None:
