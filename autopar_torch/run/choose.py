@@ -152,8 +152,7 @@ def _few(rows: list[int]) -> list[int]:
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
              limits: Constraints) -> list[Option]:  # fmt: skip
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
-    shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
-              if limits.tp is None or ways.degree(mesh) == limits.tp]  # fmt: skip
+    shapes = ways.meshes(cluster, min(world.size, MOST_TP), limits)
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip

@@ -79,9 +79,9 @@ def merged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
     """Every way to split the model on the cluster, with what its datasheets say about each."""
     device = slowest(cluster)
-    meshes = [m for m in ways.meshes(cluster, MOST_TP) if limits.tp in (None, ways.degree(m))]
+    meshes = ways.meshes(cluster, MOST_TP, limits)
     prices = {mesh: Prices(device, _links(cluster, mesh), 0.0, 1) for mesh in meshes}
-    options = tuple(ways.option(traced, mesh, prices[mesh]) for mesh in meshes)
+    options = tuple(ways.option(traced, mesh, prices[mesh], limits.rings) for mesh in meshes)
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
     rows = few(sorted({rows_of(c, num_rows) for c in found}), MOST_ROWS)
     cells = ways.estimated(traced, options, rows, prices) if rows else []
