@@ -4,8 +4,9 @@
     python profiling/primepar.py --real --nodes 4 [--quick] [--json FILE]     # emulated, needs root
     torchrun --standalone --nproc-per-node 4 profiling/primepar.py --real [--model gpt]
 
-`--simulated` prints our figures beside the paper's (docs/rings.md explains them). `--real` times
-steps (primepar_real.py); its exit status is 0 only if all plans gave the same losses.
+`--simulated` prints our figures beside the paper's (docs/rings.md explains them); its exit status
+is 0 only if the targets of its last line hold. `--real` times steps (primepar_real.py); its exit
+status is 0 only if all plans gave the same losses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="one cell, or the smaller tables")
+    parser.add_argument("--quick", action="store_true", help="one cell, or 32 devices only")
     parser.add_argument("--json", type=Path)
     found = parser.parse_args()
     found.models = found.models or (MODELS[:1] if found.quick else MODELS)

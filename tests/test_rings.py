@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 
+import autopar_torch as ap
 from autopar_torch.cluster import LOOPBACK, Cluster, Device, Link
+from autopar_torch.errors import SearchError
 from autopar_torch.plan import Sharding
 from autopar_torch.profile import Curve, Lookup, Profile
-from autopar_torch.run.options import hidden, options
+from autopar_torch.run.options import hidden, meshes, option, options
+from autopar_torch.search.space import Constraints
 from autopar_torch.shard import solve
+from autopar_torch.shard.convert import conversions
 from autopar_torch.shard.estimate import estimate
-from autopar_torch.shard.layout import parse_forms, parts_of
-from autopar_torch.shard.price import Prices, param_costs, reduce_seconds
+from autopar_torch.shard.layout import parse_forms, parse_layout, parts_of, side
+from autopar_torch.shard.price import Prices, convert_seconds, param_costs, reduce_seconds
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from test_spatial import MANY_ROWS, Tiny, _tiny_batch
@@ -46,6 +52,18 @@ def _parameters(graph: Any, sharding: Sharding, prices: Prices) -> float:
     return total
 
 
+@pytest.mark.parametrize("mesh", [(4,), (2, 4), (4, 2, 4)])
+def test_all_conversions_at_once_cost_what_each_costs_alone(mesh: tuple[int, ...]) -> None:
+    texts = ["R", "P", "S0", "S1", "S1/3", "S0x1o", "S1x0i", "Sx1o", "Sx1p"]
+    options = [[parse_layout(t) for t in texts if side(parts) or "x" not in t] for parts in mesh]
+    every = list(itertools.product(*options))
+    layouts = random.Random(0).sample(every, min(60, len(every)))
+    prices = Prices(links=tuple(Link(10.0**-k, 1e9 + k) for k in range(len(mesh))))
+    found = conversions(layouts, mesh, prices).seconds(layouts, layouts, 1e6)
+    for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
+        assert found[i, j] == pytest.approx(convert_seconds(a, b, 1e6, mesh, prices)), (a, b)
+
+
 def test_a_message_hides_as_far_as_it_leaves_the_core_free() -> None:
     """On a slow link a core waits, on a fast one it copies; ranks that share it share the rest."""
     device = Device("core", 1e10, 1e9, 2**30)
@@ -62,3 +80,42 @@ def test_where_prices_are_for_rings_the_plan_without_is_measured_too() -> None:
         traced = trace(Tiny(width=4096), take_apart((), example)[0])
     count = {how: len(options(traced, (4,), Prices(), how)) for how in ("free", "never", "always")}
     assert count == {"free": 2, "never": 1, "always": 1}
+
+
+def machines(num_nodes: int, per_node: int) -> Cluster:
+    device = Device("core", 1e10, 1e9, 2**30)
+    return Cluster(((device,) * per_node,) * num_nodes, LOOPBACK, LOOPBACK)
+
+
+def test_where_rings_are_asked_for_only_groups_that_have_them_are_considered() -> None:
+    """Two nodes of two: a group of four is one axis, never 2 x 2; eight are 4 x 2."""
+    always = Constraints(rings="always")
+    assert (2, 2) in meshes(machines(2, 2), 8, Constraints())
+    assert meshes(machines(2, 2), 8, always) == [(4,)]
+    assert meshes(machines(4, 2), 8, always) == [(4,), (4, 2)]
+
+
+@pytest.mark.parametrize("limits", [{}, {"tp": 2}, {"tp": 8}])
+def test_rings_that_no_group_can_have_are_refused(limits: dict[str, int]) -> None:
+    cluster = machines(1, 8 if limits else 2)
+    with pytest.raises(SearchError, match="groups of 4 devices"):
+        meshes(cluster, 8, Constraints(rings="always", **limits))
+
+
+def test_a_plan_for_machines_that_are_not_here_has_the_rings_asked_for() -> None:
+    batch = {key: torch.zeros(4, 16, 16) for key in "xy"}
+    for rings in ("never", "always"):
+        limits = {"rings": rings, "tp": 4}
+        plan = ap.plan(Tiny(), batch, "1x4xH100", constraints=limits).plan
+        assert ("w" in "".join(t for s in plan.shardings for t in s.ops.values())) == (
+            rings == "always"
+        )
+
+
+def test_a_model_without_linears_that_can_run_in_rings_is_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    odd = {key: torch.zeros(4, 17, 16) for key in "xy"}
+    traced = trace(Tiny(), take_apart((), odd)[0])
+    option(traced, (4,), Prices(), "always")
+    assert "no linear of this model can run in rings on 4 devices" in caplog.text

@@ -6,33 +6,44 @@ blocks, between threads for the tables and between processes for everything else
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
-from torch import Tensor, nn
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar_torch as ap
 import oracle
 import zoo
 from autopar_torch import files
-from autopar_torch.cluster import Link
+from autopar_torch.cluster import CPU_CORE, Device, Link
 from autopar_torch.plan import Plan, fit
 from autopar_torch.run import shardings, world
 from autopar_torch.shard import solve, spatial
 from autopar_torch.shard.collectives import Axis, run_moves
+from autopar_torch.shard.eliminate import Table
 from autopar_torch.shard.estimate import estimate
-from autopar_torch.shard.layout import Forms, Split, Square, cuts, layout_text, parse_layout, side
+from autopar_torch.shard.layout import (
+    Forms,
+    Split,
+    Square,
+    cuts,
+    layout_text,
+    parse_layout,
+    side,
+)
 from autopar_torch.shard.parts import join, piece
 from autopar_torch.shard.price import Prices, moves, ring_waits
 from autopar_torch.trace import trace
@@ -241,41 +252,83 @@ zoo.OWN["tiny"] = (Tiny, _tiny_batch)
 MANY_ROWS = 100_000  # of a batch in prices: bytes count, latency does not
 
 
-@pytest.fixture
-def problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any]]]:
-    """The variables and tables of every problem that is solved."""
-    seen: list[tuple[Any, Any]] = []
-    real = solve.eliminate
+class Pair(nn.Module):
+    """Two linears in a row: a block small enough to try every assignment on two axes."""
 
-    def note(sizes: Any, tables: Any, keep: Any = ()) -> Any:
-        seen.append((dict(sizes), list(tables)))
-        return real(sizes, tables, keep)
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, False), nn.Linear(32, 16, False)
 
-    monkeypatch.setattr(solve, "eliminate", note)
-    return seen
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(self.up(x)))
 
 
-def brute_force(sizes: dict[str, int], tables: list[tuple[tuple[str, ...], np.ndarray]]) -> float:
-    """Every assignment of every variable."""
-    letters = {name: chr(ord("a") + i) for i, name in enumerate(sizes)}
-    total = np.zeros(list(sizes.values()))
-    for names, table in tables:
-        ones = [(n, np.ones(size)) for n, size in sizes.items() if n not in names]
-        spelled = ",".join(["".join(letters[n] for n in names), *(letters[n] for n, _ in ones)])
-        total += np.einsum(f"{spelled}->{''.join(letters.values())}", table, *(o for _, o in ones))
-    return float(total.min())
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x, y)
 
 
-@pytest.mark.parametrize("rows", [1, MANY_ROWS])
-def test_elimination_equals_brute_force_with_rings_among_the_choices(
-    problems: list[tuple[Any, Any]], rows: int
-) -> None:
-    traced = trace(Tiny(bias=False), take_apart((), _tiny_batch(4, 0, False))[0])
-    block = traced.graph.blocks[0]
-    table = solve.tabulate(traced.programs[block.kind], (4,), Prices(rows=rows))
-    sizes, tables = problems[0]
-    assert any(c.ring is not None for options in table.choices.values() for c in options)
-    assert brute_force(sizes, tables) == pytest.approx(float(table.solution.table.min()))
+SLOW = Device("slow", 1e6, 1e12, 2**30)  # rings are hidden under its matmuls
+
+
+@functools.cache
+def pair() -> fx.Graph:
+    traced = trace(Pairs(), take_apart((), _tiny_batch(4, 0, False))[0])
+    return traced.programs[traced.graph.blocks[1].kind]
+
+
+def brute_force(sizes: dict[str, int], tables: list[Table], keep: Sequence[str]) -> np.ndarray:
+    """Every assignment of every variable: the least total for each of the kept ones."""
+    names = [*keep, *(name for name in sizes if name not in keep)]
+    total = np.zeros([sizes[name] for name in names])
+    for own, table in tables:
+        order = [name for name in names if name in own]
+        shape = [sizes[name] if name in own else 1 for name in names]
+        total += table.transpose([own.index(name) for name in order]).reshape(shape)
+    return total.min(tuple(range(len(keep), len(names))))
+
+
+def solved_and_tried(mesh: tuple[int, ...], prices: Prices) -> tuple[solve.KindTable, np.ndarray]:
+    """What the solver found over the forms at the borders, and what trying everything finds."""
+    with mock.patch.object(solve, "eliminate", side_effect=solve.eliminate) as seen:
+        table = solve.tabulate(pair(), mesh, prices)
+    return table, brute_force(*seen.call_args.args)
+
+
+@st.composite
+def priced(draw: st.DrawFn) -> Prices:
+    links = [Link(draw(st.sampled_from([0.0, 1e-5])), draw(st.sampled_from([1e7, 1e10])))
+             for _ in range(2)]  # fmt: skip
+    device = draw(st.sampled_from([CPU_CORE, SLOW]))
+    worth = draw(st.sampled_from([0.0, 1e-10, 1e-7]))
+    rows, hides = draw(st.sampled_from([1, 100_000])), draw(st.sampled_from([0.0, 1.0]))
+    return Prices(device, tuple(links), worth, rows, hides)
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 4), (4, 2), (4, 4)])
+@settings(max_examples=8, deadline=None)
+@given(priced())
+def test_elimination_equals_brute_force_with_rings(mesh: tuple[int, ...], prices: Prices) -> None:
+    """Rings on any axis of four beside an axis of two, or beside another that could have them."""
+    table, tried = solved_and_tried(mesh, prices._replace(links=prices.links[: len(mesh)]))
+    axes = {c.ring for options in table.choices.values() for c in options}
+    assert axes == {None, *(axis for axis, parts in enumerate(mesh) if parts == 4)}
+    assert table.solution.table == pytest.approx(tried)
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 4)])
+def test_brute_force_too_finds_a_ring_beside_an_ordinary_cut(mesh: tuple[int, ...]) -> None:
+    """Where bytes are dear and what travels in rings is hidden under a slow matmul."""
+    table, tried = solved_and_tried(mesh, Prices(SLOW, (Link(0.0, 1e7),) * 2, 1e-7))
+    places = np.unravel_index(tried.argmin(), tried.shape)
+    best = solve.read_out(table, "pair", dict(zip(table.borders, map(int, places), strict=True)))
+    assert best.ops["linear_3"] == "S2,S1>P;S1x2i,S1x0w>S1x2o"
 
 
 def test_a_ring_waits_for_what_computation_does_not_hide() -> None:

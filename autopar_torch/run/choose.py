@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -181,8 +180,7 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
              limits: Constraints) -> list[Option]:  # fmt: skip
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
-    shapes = [mesh for mesh in ways.meshes(cluster, min(world.size, MOST_TP))
-              if limits.tp is None or math.prod(mesh) == limits.tp]  # fmt: skip
+    shapes = ways.meshes(cluster, min(world.size, MOST_TP), limits)
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +70,9 @@ def _cell(need: CellNeed, traced: Traced, device: Device,
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
     """Every way to split the model on the cluster, with what its datasheets say about each."""
     device = slowest(cluster)
-    meshes = [m for m in ways.meshes(cluster, MOST_TP) if limits.tp in (None, math.prod(m))]
+    meshes = ways.meshes(cluster, MOST_TP, limits)
     prices = {mesh: Prices(device, _links(cluster, mesh), 0.0, 1) for mesh in meshes}
-    options = tuple(ways.option(traced, mesh, prices[mesh]) for mesh in meshes)
+    options = tuple(ways.option(traced, mesh, prices[mesh], limits.rings) for mesh in meshes)
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
     rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
     cells = ways.estimated(traced, options, rows, prices) if rows else []

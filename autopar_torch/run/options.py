@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import msgspec
 
 from ..cluster import Cluster, Link
+from ..errors import SearchError
 from ..plan import Plan, Stage
 from ..profile import Cell, CellNeed, Lookup, Piece, cell_key
-from ..search.space import Candidate, Option, as_plan, divisors
+from ..search.space import Candidate, Constraints, Option, as_plan, divisors
 from ..shard.estimate import estimate
+from ..shard.layout import Square, parse_forms, side
 from ..shard.price import Prices
 from ..shard.solve import Spatial
 from ..trace import Traced
 from .shardings import complete
 
+log = logging.getLogger("autopar_torch")
 SMALL, LARGE = 4096.0, 2.0**20  # sizes that tell latency and bandwidth of a link
 
 
-def meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
+def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, ...]]:
+    """Tensor groups that the constraints allow; with `rings="always"` those that have a square."""
+    found = [m for m in _meshes(cluster, most) if limits.tp in (None, degree(m))]
+    if limits.rings != "always":
+        return found
+    squares = [mesh for mesh in found if any(map(side, mesh))]
+    if not squares:
+        raise SearchError(
+            "linears run in rings on n x n devices that are an axis of a tensor group; no group "
+            "here has such an axis", where="constraints: rings='always'",
+            fix="allow tensor groups of 4 devices, or rings='free'",
+        )  # fmt: skip
+    return squares
+
+
+def _meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
     """Tensor groups of neighbours: inside a node, across nodes, and both as two axes."""
     total, per_node = cluster.num_devices, len(cluster.nodes[0])
     found: list[tuple[int, ...]] = [()]
-    for degree in divisors(total)[1:]:
-        if degree > most:
+    for parts in divisors(total)[1:]:
+        if parts > most:
             break
-        found.append((degree,))
-        if degree > per_node and degree % per_node == 0 and per_node > 1:
-            found.append((degree // per_node, per_node))
+        found.append((parts,))
+        if parts > per_node and parts % per_node == 0 and per_node > 1:
+            found.append((parts // per_node, per_node))
     return found
 
 
@@ -85,7 +104,17 @@ def option(traced: Traced, mesh: tuple[int, ...], prices: Prices,
     plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,
                     priced=prices, spatial=spatial)  # fmt: skip
     done: Stage = plan.replicas[0].stages[0]
-    return Option(mesh, tuple(plan.shardings[n] for n in done.shardings or ()))
+    found = Option(mesh, tuple(plan.shardings[n] for n in done.shardings or ()))
+    if spatial == "always" and not has_rings(found):
+        log.warning("rings='always': no linear of this model can run in rings on %s devices",
+                    "x".join(map(str, mesh)))  # fmt: skip
+    return found
+
+
+def has_rings(option: Option) -> bool:
+    """Whether any weight lies as a ring wants it."""
+    forms = (parse_forms(f) for s in option.shardings if s for f in s.forms.values())
+    return any(isinstance(x, Square) and x.skew == "w" for form in forms for x in form.value)
 
 
 def probes(candidates: Sequence[Candidate], options: Sequence[Option],

@@ -37,7 +37,8 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     max_virtual: int = 2
     precision: Precision = "float32"
     memory_bytes: int | None = None  # per device, instead of what the device has
-    rings: Literal["free", "never", "always"] = "free"  # linears whose blocks move (PrimePar)
+    # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
+    rings: Literal["free", "never", "always"] = "free"
 
     def room(self, cluster: Cluster) -> int:
         """Bytes that a plan may take on every device."""

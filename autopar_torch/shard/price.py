@@ -53,7 +53,7 @@ def moves(source: Layouts, target: Layouts) -> list[Move]:
     now, steps = list(source), []
 
     def go(axis: int, layout: Layout) -> None:
-        for stop in (_detour(now[axis], layout), layout):
+        for stop in (detour(now[axis], layout), layout):
             if now[axis] != stop:
                 steps.append(Move(axis, now[axis], stop))
                 now[axis] = stop
@@ -62,13 +62,13 @@ def moves(source: Layouts, target: Layouts) -> list[Move]:
         if now[axis] == layout:
             continue
         for inner in range(axis + 1, len(now)):
-            if _same_dim(now[inner], now[axis]) or _same_dim(now[inner], layout):
+            if same_dim(now[inner], now[axis]) or same_dim(now[inner], layout):
                 go(inner, WHOLE)
         go(axis, layout)
     return steps
 
 
-def _detour(source: Layout, target: Layout) -> Layout:
+def detour(source: Layout, target: Layout) -> Layout:
     """What a value has to become first: parts within different outer parts are not exchanged."""
     if is_column(source) and source.skew == "p" and source != target:
         return PARTIAL
@@ -81,31 +81,31 @@ def _detour(source: Layout, target: Layout) -> Layout:
     return target if alike else WHOLE
 
 
-def _same_dim(a: Layout, b: Layout) -> bool:
+def same_dim(a: Layout, b: Layout) -> bool:
     """Whether both cut one dim."""
     if isinstance(a, str) or isinstance(b, str):
         return False
     return any(x.dim == y.dim for x in splits(a) for y in splits(b))
 
 
-def move_seconds(move: Move, num_bytes: float, parts: int, prices: Prices) -> float:
-    """Seconds of one conversion of a value that is `num_bytes` when whole on this axis."""
+def move_price(move: Move, parts: int, prices: Prices) -> tuple[float, float]:
+    """Seconds of one conversion: to start it, and per byte of the value when whole on this axis."""
     link, share = prices.links[move.axis], (parts - 1) / parts
-    touch = num_bytes / prices.device.memory_bytes_per_s
+    touch, send = 1.0 / prices.device.memory_bytes_per_s, share / link.bytes_per_s
     match (_nature(move.source), _nature(move.target)):
         case ("R", "cut" | "column"):
-            return touch / parts
+            return 0.0, touch / parts
         case ("R", "P") | ("sums", "P"):
-            return touch
+            return 0.0, touch
         case ("P", "R"):
-            return link.latency_s + 2 * share * num_bytes / link.bytes_per_s
+            return link.latency_s, 2 * send
         case ("P", "cut"):
-            return link.latency_s + link.scatter * share * num_bytes / link.bytes_per_s
+            return link.latency_s, link.scatter * send
         case ("cut" | "column", "R"):
-            return link.latency_s + share * num_bytes / link.bytes_per_s
+            return link.latency_s, send
         case ("cut", "cut"):
-            return link.latency_s + share * num_bytes / parts / link.bytes_per_s
-    return FORBIDDEN
+            return link.latency_s, send / parts
+    return FORBIDDEN, 0.0
 
 
 def _nature(layout: Layout) -> str:
@@ -124,7 +124,8 @@ def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tu
     for move in moves(source, target):
         now[move.axis] = WHOLE
         others = parts_of(mesh, tuple(now))
-        total += move_seconds(move, num_bytes / others, mesh[move.axis], prices)
+        start_s, s_per_byte = move_price(move, mesh[move.axis], prices)
+        total += start_s + s_per_byte * num_bytes / others
         now[move.axis] = move.target
     return total
 

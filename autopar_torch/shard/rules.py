@@ -395,20 +395,25 @@ def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
     nodes = [Op(node) for node in graph.nodes if node.op == "call_function"]
     pieces: Pieces = defaultdict(set)
     found: dict[fx.Node, list[Strategy]] = {}
-    changed = True
-    while changed:
-        changed = False
-        for op in [*nodes, *reversed(nodes)]:
+    known: dict[fx.Node, list[int]] = {}  # pieces around an op when it was last looked at
+    todo = nodes
+    while todo:
+        for op in todo:
+            known[op.node] = _num_pieces(op, pieces)
             found[op.node] = _strategies_of(op, pieces)
             for strategy in found[op.node]:
                 for node, layout in (
                     *zip(op.inputs, strategy.ins, strict=True), (op.node, strategy.out)
                 ):  # fmt: skip
                     if isinstance(layout, Split) and layout.outer > 1:
-                        piece = (layout.dim, layout.outer)
-                        changed |= piece not in pieces[node]
-                        pieces[node].add(piece)
+                        pieces[node].add((layout.dim, layout.outer))
+        todo = [op for op in reversed(nodes) if _num_pieces(op, pieces) != known[op.node]]
     return {op.node: [_whole(op), *dict.fromkeys(found[op.node])] for op in nodes}
+
+
+def _num_pieces(op: Op, pieces: Pieces) -> list[int]:
+    """They only ever become more."""
+    return [len(pieces[node]) for node in (*op.inputs, op.node)]
 
 
 def _whole(op: Op) -> Strategy:

@@ -17,6 +17,7 @@ from torch import fx
 from ..errors import ShardingError
 from ..model import ROWS, Block, TensorInfo
 from ..plan import Sharding
+from .convert import Conversions, conversions
 from .eliminate import Array, Solution, Table, Variable, eliminate, minimum
 from .layout import (
     PARTIAL,
@@ -37,7 +38,6 @@ from .layout import (
 from .price import (
     FORBIDDEN,
     Prices,
-    convert_seconds,
     num_bytes,
     op_costs,
     param_costs,
@@ -156,30 +156,6 @@ class _Problem:
         self.made: dict[str, list[Forms]] = {}  # value -> what its maker can make
         self.forms: dict[str, list[Forms]] = {}  # value with several readers -> forms
         self.kept: dict[Variable, Array] = {}
-        self._memo: dict[tuple[Layouts, Layouts, float], float] = {}
-
-    def seconds(self, source: Layouts, target: Layouts, size: float) -> float:
-        key = (source, target, size)
-        if key not in self._memo:
-            self._memo[key] = convert_seconds(source, target, size, self.mesh, self.prices)
-        return self._memo[key]
-
-    def edge(self, node: fx.Node, have: list[Forms], want: list[Forms]) -> Array:
-        """Seconds to turn each form into each: the value forward, its gradient backward."""
-        info = node.meta["info"]
-        size = num_bytes(info, self.prices.rows)
-        grad = not isinstance(info, tuple) and info.grad
-        several = isinstance(info, tuple)
-        table = np.zeros((len(have), len(want)))
-        for i, a in enumerate(have):
-            for j, b in enumerate(want):
-                if several:
-                    table[i, j] = 0.0 if a.value == b.value else FORBIDDEN
-                    continue
-                table[i, j] = self.seconds(a.value, b.value, size)
-                if grad:
-                    table[i, j] += self.seconds(b.grad, a.grad, size)
-        return table
 
     def add(self, variable: Variable, size: int, seconds: Array | None = None,
             kept: Array | None = None) -> None:  # fmt: skip
@@ -215,8 +191,9 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
         borders[slot] = (pinned or {}).get(slot) or border_forms(node.meta["info"], mesh)  # type: ignore[union-attr]
         problem.add(slot, len(borders[slot]))
         readers.setdefault(node, []).append((slot, borders[slot]))  # type: ignore[arg-type]
+    convert = _conversions(problem, readers)
     for node, users in readers.items():
-        _connect(problem, node, users)
+        _connect(problem, convert, node, users)
     solution = eliminate(problem.sizes, problem.tables, tuple(borders))
     by_name = {n.name: c for n, c in choices.items()}
     forms = {**problem.forms, **_param_forms(problem)}
@@ -304,20 +281,45 @@ def _param_prices(problem: _Problem, info: TensorInfo, forms: list[Forms]) -> tu
     return seconds * np.array(shares) + np.array(reduce), kept * np.array(shares)
 
 
-def _connect(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms]]]) -> None:
+def _conversions(problem: _Problem, readers: Readers) -> Conversions:
+    """Prices of all conversions between what is made and what is read."""
+    wanted = (forms for users in readers.values() for _, forms in users)
+    every = itertools.chain(*problem.made.values(), *wanted)
+    return conversions((x for form in every for x in form), problem.mesh, problem.prices)
+
+
+def _edge(node: fx.Node, convert: Conversions, rows: int, have: list[Forms],
+          want: list[Forms]) -> Array:  # fmt: skip
+    """Seconds to turn each form into each: the value forward, its gradient backward."""
+    info = node.meta["info"]
+    (made, ends), (read, starts) = (zip(*forms, strict=True) for forms in (have, want))
+    if isinstance(info, tuple):
+        same = np.equal.outer(convert.places(made), convert.places(read))
+        return np.where(same, 0.0, FORBIDDEN)
+    size = num_bytes(info, rows)
+    ahead = convert.seconds(made, read, size)
+    return ahead + convert.seconds(starts, ends, size).T if info.grad else ahead
+
+
+def _connect(problem: _Problem, convert: Conversions, node: fx.Node,
+             users: list[tuple[str, list[Forms]]]) -> None:  # fmt: skip
     """One reader: a table between maker and reader. Several: they share a form between them."""
     have = problem.made[node.name]
+
+    def table(have: list[Forms], want: list[Forms]) -> Array:
+        return _edge(node, convert, problem.prices.rows, have, want)
+
     if len(users) == 1 or (node.name.startswith(("c", "w_")) and node.op == "placeholder"):
         for user, want in users:
-            problem.tables.append(((node.name, user), problem.edge(node, have, want)))
+            problem.tables.append(((node.name, user), table(have, want)))
         return
     forms = list(dict.fromkeys(form for _, want in users for form in want))
     variable = f"{node.name}.form"
     problem.forms[variable] = forms
     problem.add(variable, len(forms))
-    problem.tables.append(((node.name, variable), problem.edge(node, have, forms)))
+    problem.tables.append(((node.name, variable), table(have, forms)))
     for user, want in users:
-        problem.tables.append(((variable, user), problem.edge(node, forms, want)))
+        problem.tables.append(((variable, user), table(forms, want)))
 
 
 def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
