@@ -26,7 +26,7 @@ SMALL, LARGE = 4096.0, 2.0**20  # sizes that tell latency and bandwidth of a lin
 
 def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, ...]]:
     """Tensor groups that the constraints allow; with `rings="always"` those that have a square."""
-    found = [m for m in _meshes(cluster, most) if limits.tp in (None, degree(m))]
+    found = [m for m in _meshes(cluster, most) if limits.tp in (None, math.prod(m))]
     if limits.rings != "always":
         return found
     squares = [mesh for mesh in found if any(map(side, mesh))]
