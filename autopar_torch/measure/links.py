@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, few
-from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
+from ..shard.collectives import Axis, arrive, gather_pieces, start_exchange, start_sum
 from ..shard.watch import between, stamp
 from .stats import median, uncertainty
 
@@ -88,7 +88,7 @@ class Line:
         match self.op:
             case "sum":
                 flat = torch.ones(count, device=self.device)
-                return lambda: _wait(start_sum(flat, axis))
+                return lambda: arrive(start_sum(flat, axis))
             case "gather":
                 piece = torch.ones(max(1, count // parts), device=self.device)
                 return lambda: _drop(gather_pieces(piece, axis))
@@ -108,11 +108,6 @@ def _busy(work: Callable[[], None]) -> float:
     return (time.process_time() - core) / max(1e-9, time.perf_counter() - start)
 
 
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
-
-
 def _drop(_: object) -> None:
     """The result is not needed, the time of making it is."""
 
@@ -121,7 +116,7 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
     """As a bucket of ZeRO does it."""
     got = torch.empty_like(flat)
     got[axis.index] = flat[axis.index]
-    _wait(start_exchange(flat, got, axis))  # type: ignore[arg-type]
+    arrive(start_exchange(flat, got, axis))  # type: ignore[arg-type]
     got.sum(0)
 
 

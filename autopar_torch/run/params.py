@@ -18,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..model import ModelGraph
 from ..plan import Plan
-from ..shard.collectives import Axis, gather_pieces, start_exchange, start_sum
+from ..shard.collectives import Axis, arrive, gather_pieces, start_exchange, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
 from ..shard.parts import part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
@@ -288,8 +288,7 @@ class Bucket:
                     _add(into, held.name, held.leaf.grad.to(held.tensor.dtype))
                     held.leaf.grad = None
             return
-        for work in self.works:
-            work.wait()
+        arrive(self.works)
         flat = cast(Tensor, self.flat if self.got is None else self.got.sum(0))
         for held in self.helds:
             start, end = self.place[held.name]

@@ -16,6 +16,7 @@ from ..errors import RunError
 from ..plan import Stage
 from ..shard.collectives import Axis
 from ..shard.holdings import axis_ranks, place_in
+from . import transport
 
 TIMEOUT_S = 300
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class World:
         self.groups: dict[tuple[int, ...], Any] = {}
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
+            transport.make_polite()
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Every rank must call this with the same sets."""
@@ -56,6 +58,7 @@ class World:
             if len(ranks) > 1 and ranks not in self.groups:
                 timeout = datetime.timedelta(seconds=TIMEOUT_S)
                 self.groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        transport.make_polite()
 
     def axis(self, ranks: tuple[int, ...]) -> Axis | None:
         """The group of these ranks, None for this rank alone."""

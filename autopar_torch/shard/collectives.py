@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,9 +55,15 @@ def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         return list(out.unbind(0))
     got = [p if j == axis.index else torch.empty_like(p, memory_format=torch.contiguous_format)
            for j, p in enumerate(pieces)]  # fmt: skip
-    for work in start_exchange(pieces, got, axis):
-        work.wait()
+    arrive(start_exchange(pieces, got, axis))
     return got
+
+
+@heard
+def arrive(works: Iterable[Any]) -> None:
+    """Wait for what is under way."""
+    for work in works:
+        work.wait()
 
 
 def start_exchange(pieces: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) -> list[Any]:
@@ -133,8 +139,7 @@ def _deliver(out: dict[int, Tensor], into: dict[int, Tensor], axis: Axis) -> Non
     works = start_messages([(x, j) for j, x in out.items()], [(x, j) for j, x in got.items()], axis)
     if own is not None and target is not None:
         target.copy_(own)
-    for work in works:
-        work.wait()
+    arrive(works)
     for j, view in into.items():
         view.copy_(got[j])
 
