@@ -130,6 +130,7 @@ class Overheads(Struct, frozen=True):
     update_s_per_tensor: float = 0.0
     add_s_per_byte: float = 0.0  # adding a gradient to what is there
     copy_s_per_byte: float = 0.0  # packing a message
+    fill_s_per_byte: float = 0.0  # from a message into parameters
     fixed_bytes: float = 0.0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..profile import Overheads
+from ..shard.parts import fill
 from ..shard.watch import between, stamp
 from .links import Places
 from .stats import median
@@ -31,6 +32,7 @@ class Extras:
             "update": _update(self.sizes, device),
             "small": _update([SMALL] * len(self.sizes), device),
             "pack": _packing(self.sizes, device),
+            "fill": _filling(self.sizes, device),
             "batch": batch,
             "context": context,
         }
@@ -67,6 +69,7 @@ class Extras:
             update_s_per_byte=max(0.0, alone["update"] - alone["small"]) / num_bytes,
             update_s_per_tensor=alone["small"] / len(self.sizes),
             copy_s_per_byte=alone["pack"] / num_bytes,
+            fill_s_per_byte=alone["fill"] / num_bytes,
         )
 
 
@@ -87,6 +90,20 @@ def _packing(sizes: Sequence[int], device: torch.device) -> Callable[[], object]
             flat[end : (end := end + tensor.numel())].view(tensor.shape).copy_(tensor)
 
     return pack
+
+
+def _filling(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
+    """Parameters cut in two put together again, as ZeRO does it with what ranks gathered."""
+    wholes = [torch.ones(size, device=device, requires_grad=True) for size in sizes]
+    halves = [torch.ones(-(-size // 2), device=device) for size in sizes]
+
+    def work() -> None:
+        flat, end = torch.cat(halves), 0
+        for whole, half in zip(wholes, halves, strict=True):
+            piece = flat[end : (end := end + len(half))]
+            fill(whole, len(half), [piece, piece])
+
+    return work
 
 
 def _meetings(places: Places, device: torch.device) -> dict[str, Callable[[], object]]:

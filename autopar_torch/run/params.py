@@ -14,13 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, arrive, gather_pieces, start_exchange, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
-from ..shard.parts import part
+from ..shard.parts import fill, part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
 from .world import World
 
@@ -180,13 +179,7 @@ class ParamStore:
         storage = held.leaf.untyped_storage()
         if storage.size() == 0:
             storage.resize_(held.leaf.numel() * held.leaf.element_size())
-        counter = _unsafe_preserve_version_counter(held.leaf)
-        with torch.no_grad(), counter:
-            for j, piece in enumerate(pieces):
-                start = min(j * held.rows, held.local[0])
-                end = min(start + held.rows, held.local[0])
-                if end > start:
-                    held.leaf[start:end] = piece.view(held.rows, *held.local[1:])[: end - start]
+        fill(held.leaf, held.rows, pieces)
 
     def release(self, held: Held) -> None:
         """Free a gathered leaf; what autograd saved of it is filled again by `gather`."""

@@ -277,7 +277,7 @@ def _outside(space: _Space) -> Array:
         found[row] = over.step_s + closing(float(params.trained.sum()) / p)
         if zero in (1, 2) and dp > 1:
             leaf = float(params.leaf.sum()) / p
-            found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.copy_s_per_byte
+            found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.fill_s_per_byte
         if dp > 1 and zero < 3 and (size := float(params.trained[0])):
             curve = space.team("scatter" if zero else "sum", int(i))
             bucket[row] = at_least(curve, size) + size * over.copy_s_per_byte

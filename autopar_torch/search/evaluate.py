@@ -113,7 +113,7 @@ class Pricer:
         seconds = [over.step_s + self.closing(size) for size in trained]
         if c.zero in (1, 2):
             curve = self.tables.curve("gather", 0, c.pp * self.tp, c.dp)
-            seconds = [s + curve.seconds(size) + size * over.copy_s_per_byte
+            seconds = [s + curve.seconds(size) + size * over.fill_s_per_byte
                        for s, size in zip(seconds, leaf, strict=True)]  # fmt: skip
         return seconds
 
@@ -167,8 +167,9 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
         return blocks
     leaf = tables.params(c.option).leaf
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
-    meet_s = tables.profile.profile.overheads.meet_s
-    known = {size: curve.seconds(size) + meet_s if size else 0.0 for size in set(leaf.tolist())}
+    over = tables.profile.profile.overheads
+    known = {size: curve.seconds(size) + over.meet_s + size * over.fill_s_per_byte if size else 0.0
+             for size in set(leaf.tolist())}  # fmt: skip
     seconds = np.array([known[size] for size in leaf.tolist()])
     return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
                            input=blocks.input + seconds,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .layout import Cut, Part, Split, cuts, splits
 
@@ -44,6 +45,16 @@ def _assemble(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
     for index, own in enumerate(pieces):
         whole[frame.box(layout, index)] = frame.open(own)
     return frame.close(whole)
+
+
+def fill(whole: Tensor, rows: int, pieces: Sequence[Tensor]) -> None:
+    """Write pieces of so many rows each into a tensor; autograd does not see it change."""
+    total, counter = len(whole), _unsafe_preserve_version_counter(whole)
+    with torch.no_grad(), counter:
+        for j, one in enumerate(pieces):
+            start, end = min(j * rows, total), min((j + 1) * rows, total)
+            if end > start:
+                whole[start:end] = one.view(rows, *whole.shape[1:])[: end - start]
 
 
 def padded(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:

@@ -145,7 +145,7 @@ class Costs:
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(_team_bytes(used))
-        filling = self.profile.profile.overheads.copy_s_per_byte * sum(size for _, size in gathers)
+        filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
         return block_work(piece, gathers, filling, sum(2.0 * _local_bytes(s) for s in used))
 
 

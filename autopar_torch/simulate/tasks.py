@@ -116,7 +116,7 @@ class StepTasks:
         for ranks, size in sorted(gathers):
             self._together(ranks, "gather", "gather", size)
             for rank in ranks:
-                self._compute(rank, "unpack", size * self.overheads.copy_s_per_byte)
+                self._compute(rank, "unpack", size * self.overheads.fill_s_per_byte)
 
     def _rank_costs(self) -> list[RankCost]:
         return [cost for r, replica in enumerate(self.costs.plan.replicas)
