@@ -302,6 +302,9 @@ def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
 def _copy_rows(target: Tensor, flat: Tensor, piece: int) -> None:
     """One row per rank of the team; the last rows are padded with zeros."""
     full, rest = divmod(flat.numel(), piece)
+    if full == len(target):
+        target.copy_(flat.view(full, piece))
+        return
     target[:full].copy_(flat[: full * piece].view(full, piece))
     if rest:
         target[full, :rest].copy_(flat[full * piece :])

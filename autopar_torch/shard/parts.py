@@ -49,12 +49,15 @@ def _assemble(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
 
 def fill(whole: Tensor, rows: int, pieces: Sequence[Tensor]) -> None:
     """Write pieces of so many rows each into a tensor; autograd does not see it change."""
-    total, counter = len(whole), _unsafe_preserve_version_counter(whole)
-    with torch.no_grad(), counter:
+    total, shape = len(whole), (rows, *whole.shape[1:])
+    with torch.no_grad(), _unsafe_preserve_version_counter(whole):
+        if rows * len(pieces) == total:
+            torch.cat([one.view(shape) for one in pieces], out=whole)
+            return
         for j, one in enumerate(pieces):
             start, end = min(j * rows, total), min((j + 1) * rows, total)
             if end > start:
-                whole[start:end] = one.view(rows, *whole.shape[1:])[: end - start]
+                whole[start:end] = one.view(shape)[: end - start]
 
 
 def padded(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
