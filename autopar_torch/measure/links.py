@@ -18,7 +18,7 @@ from .stats import median, uncertainty
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
-SMALL, LONG, REPEATS = 1 << 18, 1 << 22, 3  # bytes: less is warmed up, more is timed only once
+LONG, REPEATS = 1 << 22, 3  # bytes: more is timed only once
 T = TypeVar("T")
 WARM_UP = 2  # rounds that are not timed
 WIDTH, DEPTH = 192, 4  # of what a sender computes before it sends
@@ -67,9 +67,9 @@ class Line:
                 self._collective(size, work)
 
     def _collective(self, size: float, work: Callable[[], None]) -> None:
-        if size < SMALL:
-            work()  # the first after a pause is slow, in training there are many
+        """As in training ranks come to it from other things, and not at the same moment."""
         for _ in range(REPEATS if size < LONG else 1):
+            self.other()
             start = stamp()
             work()
             self.samples[size].append(between(start, stamp()))
@@ -164,6 +164,22 @@ def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
     work.wait()
 
 
+Seen = tuple[dict[float, list[float]], list[float], list[float]]  # samples by size, busy, held
+
+
+def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
+    """Medians. Who comes last to a collective waits for nobody: its time is that of the work; of
+    messages every rank has its own samples."""
+    points = []
+    for size in line.sizes:
+        columns = [samples[size] for samples, _, _ in seen]
+        each = [x for own in columns for x in own] if key[0] == "send" else (
+            [min(row) for row in zip(*columns, strict=True)])  # fmt: skip
+        points.append((size, median(each)))
+    busy, held = ([x for own in seen for x in own[i]] for i in (1, 2))
+    return Curve(*key, tuple(points), min(1.0, median(busy)), median(held) if held else 0.0)
+
+
 class Lines:
     """All communication that some plans need, one group of each kind."""
 
@@ -202,20 +218,11 @@ class Lines:
                 samples.clear()
 
     def result(self) -> tuple[Curve, ...]:
-        """The mean of the ranks' medians: all must call this."""
-        curves = []
-        for (op, group), line in self.lines.items():
-            points = [self._joined(line, [median(line.samples[s])] if line.axis else [0.0])
-                      for s in line.sizes]  # fmt: skip
-            core = self._joined(line, [median(line.busy)] if line.axis else [0.0])
-            pairs = zip(line.sizes, points, strict=True)
-            held = self._joined(line, [median(line.held)] if line.held else [0.0])
-            curves.append(Curve(op, group, tuple(pairs), min(1.0, core), min(1.0, held)))
-        return tuple(curves)
-
-    def _joined(self, line: Line, own: list[float]) -> float:
-        value = self.places.sum(torch.tensor(own, dtype=torch.float64))
-        return float(value) / len(line.ranks)
+        """The same on all ranks, which must all call this."""
+        everyone = self.places.gather({key: (line.samples, line.busy, line.held)
+                                       for key, line in self.lines.items()})  # fmt: skip
+        return tuple(_curve(key, line, [everyone[rank][key] for rank in line.ranks])
+                     for key, line in self.lines.items())  # fmt: skip
 
     def errors(self) -> dict[str, float]:
         """How uncertain the time of every message is in which this rank takes part."""
