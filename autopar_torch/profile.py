@@ -40,6 +40,7 @@ class Piece(Struct, frozen=True):
     forward_bytes: float = 0.0  # most that forward needed at once
     backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
     added_s: float = 0.0  # how much longer backward takes where gradients are there already
+    stash_bytes: float = 0.0  # what the input part of a split backward leaves for the weight part
 
 
 class Cell(Struct, frozen=True):

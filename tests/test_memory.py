@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec import structs
 
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
 from autopar_torch.run import choose
+from autopar_torch.search.best import SAFETY
 from autopar_torch.search.space import Constraints
+from autopar_torch.simulate import simulate
 from problems import problem
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
-from accuracy import Side, pin
+from accuracy import Side, pin, session_for
 from models import gpt
 
 PARTS = (0.8, 0.6)  # of what the fastest plan takes where memory is no concern
@@ -62,6 +65,42 @@ def test_a_plan_that_fits_stays_below_the_limit_and_a_miss_is_told(tmp_path: Pat
         assert max(one["measured"], two["measured"]) <= one["limit"], (one, two)
     assert "no plan fits" in first["error"] and "nearest: tp=" in first["error"]
     assert "refused to go on" in other["error"]
+
+
+PLANS: list[dict[str, Any]] = [
+    {"dp": 2, "zero": 2, "recompute": True},
+    {"dp": 2, "zero": 3},
+    {"dp": 2, "zero": 3, "num_micro_batches": 2},
+    {"dp": 2, "num_micro_batches": 4},
+    {"pp": 2, "num_micro_batches": 4, "schedule": "zero_bubble"},
+    {"tp": 2, "recompute": True},
+]
+
+
+def counted() -> list[tuple[float, float]]:
+    """On a rank: (predicted, measured) bytes of every plan."""
+    pin()
+    torch.set_num_threads(1)
+    sides = {str(plan): Side(lambda: gpt(width=128, layers=3), plan) for plan in PLANS}
+    for side in sides.values():
+        side.step()
+    session = session_for(sides)
+    session.round()
+    session.round()
+    profile, rank = session.profile(), dist.get_rank()
+    found = []
+    for side in sides.values():
+        rows = next(iter(side.batch.values())).shape[0]
+        timeline = simulate(side.model.plan, side.model.graph, profile, rows)
+        found.append((float(timeline.memory[rank].peak_bytes), float(side.peak_bytes())))
+    return found
+
+
+@pytest.mark.slow
+def test_predicted_bytes_are_those_of_the_process() -> None:
+    for rank in run_ranks(2, "test_memory:counted"):
+        for plan, (predicted, measured) in zip(PLANS, rank, strict=True):
+            assert 1 / SAFETY < predicted / measured < 1.08, plan
 
 
 @pytest.mark.parametrize("seed", [2, 3, 4, 6, 8, 9])

@@ -41,7 +41,7 @@ def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
 class Counted(NamedTuple):
     """One run under the count: its moments, and the bytes of outputs and of their gradients."""
 
-    marks: tuple[int, int, int]
+    marks: tuple[int, int, int, int]
     out: int
     given: int
 
@@ -234,7 +234,8 @@ def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
 
 
 def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
-    """A run that adds to gradients which are there: before, after forward, at the end."""
+    """A run that adds to gradients which are there: before, after forward, after the part of
+    backward that others wait for, at the end."""
     runner.forward()
     runner.backward()
     runner.weights()
@@ -243,16 +244,17 @@ def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
     out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
     ran = count.mark()
     runner.backward()
+    back = count.mark()
     runner.weights()
     end = count.mark()
     given = sum(g.numel() * g.element_size() for g in runner.grads)
     runner.clear()
-    return Counted((start, ran, end), out, given)
+    return Counted((start, ran, back, end), out, given)
 
 
 def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
     """What a block keeps and needs, beyond what was there before."""
-    start, ran, end = run.marks
+    start, ran, back, end = run.marks
     before = count.at(start)
     kept = count.at(ran) - before
     return {
@@ -260,4 +262,5 @@ def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
         "kept_bytes": float(kept),
         "forward_bytes": float(count.peak(start, ran) - before),
         "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
+        "stash_bytes": float(count.at(back) - before + run.given),
     }

@@ -26,7 +26,7 @@ from .tables import Array, Tables
 KEPT = 8  # runners-up
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
 NEAR = 16  # candidates that are looked at for the nearest miss
-SAFETY = 1.02  # predicted bytes are off by so much at most where a plan must fit
+SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
 
 
 class Choice(Struct, frozen=True):

@@ -51,8 +51,10 @@ class Memory:
     def _packed(self, trained: float, largest: float) -> float:
         """Messages of gradients beside what they were packed from (see simulate/memory.py)."""
         c = self.candidate
-        if c.dp == 1 or not c.zero:
+        if c.dp == 1:
             return trained + 2 * largest
+        if not c.zero:
+            return trained + max(2 * largest, min(trained, max(largest, BUCKET_BYTES)))
         if c.zero == 1:
             return 2 * trained + min(trained / c.dp, BUCKET_BYTES)
         return 2 * trained + largest / c.dp + (trained / c.dp if self.again else 0.0)

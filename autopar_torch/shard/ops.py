@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -83,7 +84,7 @@ class WeightQueue:
     active: WeightQueue | None = None
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.waiting: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
 
     def __enter__(self) -> WeightQueue:
         WeightQueue.active = self
@@ -94,13 +95,14 @@ class WeightQueue:
 
     @torch.no_grad()
     def flush(self) -> list[Tensor]:
-        """Compute and accumulate what waits; returns the weights that got a gradient."""
+        """Compute and accumulate what waits, letting go of each as it is done; returns the weights
+        that got a gradient."""
         done = []
-        for weight, product in self.waiting:
+        while self.waiting:
+            weight, product = self.waiting.popleft()
             grad = product()
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
             done.append(weight)
-        self.waiting.clear()
         return done
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..model import ModelGraph, TensorInfo, item_bytes
@@ -34,6 +34,7 @@ class BlockWork:
     weight: Work
     added_s: float  # of a backward whose gradients are there already, beyond the first
     kept_bytes: float
+    stash_bytes: float  # of that and of gradients, what waits for the weight part
     forward_bytes: float
     backward_bytes: float
     gathers: tuple[tuple[tuple[int, ...], float], ...] = ()  # before it runs: (team, bytes)
@@ -58,10 +59,14 @@ class RankCost:
     buckets: tuple[Bucket, ...]
     gathers: tuple[tuple[tuple[int, ...], float], ...]  # at the start of a step: (team, bytes)
     param_bytes: float
-    grad_bytes: float
+    grads: tuple[float, ...]  # bytes that come with the backward of each block
     owned_bytes: float
     largest_bytes: float
     num_tensors: int
+
+    @property
+    def grad_bytes(self) -> float:
+        return sum(self.grads)
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,22 @@ class Costs:
             tuple(self._bucket(group, first, last) for group in groups),
             tuple(_team_bytes([s for s in trained if s.zero and not self._per_use(s)])),
             param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
-            grad_bytes=sum(_bytes(s.local, s.dtype) for s in trained),
+            grads=tuple(self._grads(shares, first, last)),
             owned_bytes=float(sum(s.num_owned * item_bytes(s.dtype) for s in trained)),
             largest_bytes=max((s.num_local * item_bytes(s.dtype) for s in trained), default=0),
             num_tensors=len(trained),
         )  # fmt: skip
+
+    def _grads(self, shares: Mapping[str, Share], first: int, last: int) -> list[float]:
+        """Each with the last block that uses its parameter: backward meets that one first."""
+        latest = {
+            name: b for b in range(first, last) for name in self.graph.blocks[b].params.values()
+        }
+        sizes = dict.fromkeys(range(first, last), 0.0)
+        for name, block in latest.items():
+            if shares[name].trained:
+                sizes[block] += _local_bytes(shares[name])
+        return list(sizes.values())
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
         """It is complete with its earliest block: backward goes from last to first."""
@@ -146,7 +162,7 @@ class Costs:
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(_team_bytes(used))
         filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
-        return block_work(piece, gathers, filling, sum(2.0 * _local_bytes(s) for s in used))
+        return block_work(piece, gathers, filling, float(sum(_local_bytes(s) for s in used)))
 
 
 def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
@@ -160,7 +176,8 @@ def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
 
 def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
                gathered_bytes: float) -> BlockWork:  # fmt: skip
-    """A piece, with what is gathered for it: whole only while it runs, beside its own part."""
+    """A piece, with what is gathered for it: whole only while it runs, put together from as much
+    that has arrived."""
     fill = Work(filling_s)
     return BlockWork(
         Work(piece.forward_s, piece.comm_forward_s) + fill,
@@ -169,8 +186,9 @@ def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...],
         Work(piece.weight_s),
         added_s=piece.added_s,
         kept_bytes=piece.kept_bytes,
-        forward_bytes=piece.forward_bytes + gathered_bytes,
-        backward_bytes=piece.backward_bytes + gathered_bytes,
+        stash_bytes=piece.stash_bytes or piece.kept_bytes,
+        forward_bytes=gathered_bytes + max(gathered_bytes, piece.forward_bytes),
+        backward_bytes=gathered_bytes + max(gathered_bytes, piece.backward_bytes),
         gathers=gathers,
     )
 

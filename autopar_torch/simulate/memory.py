@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..plan import Replica
 from ..schedule import Action, Op
 from ..timeline import Memory
-from .costs import BlockWork, Costs, RankCost
+from .costs import Bucket, Costs, RankCost
 from .tasks import schedule_of
 
 STATES = 2  # an Adam keeps two moments of every parameter
-
-
-class Peak:
-    """The largest state seen so far of one rank."""
-
-    def __init__(self, fixed: Memory) -> None:
-        self.fixed, self.most = fixed, fixed
-
-    def see(self, activations: float, working: float, grads: float, buffers: float = 0.0) -> None:
-        now = Memory(self.fixed.params, int(grads), self.fixed.optimizer, int(activations),
-                     int(working), int(buffers), self.fixed.fixed)  # fmt: skip
-        if now.peak_bytes > self.most.peak_bytes:
-            self.most = now
 
 
 def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ...]:
@@ -38,76 +26,154 @@ def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ..
     return tuple(found[rank] for rank in sorted(found))
 
 
+class _Part(NamedTuple):
+    """One stage on one rank."""
+
+    stage: int
+    first: int  # its first block
+    came_bytes: float  # what arrives for it, per micro-batch
+    by_rows: dict[int, RankCost]
+
+    @property
+    def any(self) -> RankCost:
+        return next(iter(self.by_rows.values()))
+
+    @property
+    def buckets(self) -> list[_Sent]:
+        return [_Sent(self.stage, k, b) for k, b in enumerate(self.any.buckets) if len(b.ranks) > 1]
+
+
+class _Sent(NamedTuple):
+    """A bucket, and which one it is."""
+
+    stage: int
+    place: int
+    bucket: Bucket
+
+    @property
+    def held_bytes(self) -> float:
+        """ZeRO receives as much as it sends."""
+        return self.bucket.num_bytes * (2 if self.bucket.op == "scatter" else 1)
+
+
 def _position(costs: Costs, index: int, replica: Replica, lane: Sequence[Action],
               counts: Sequence[int], states: int) -> dict[int, Memory]:  # fmt: skip
     """All ranks of one device group run the same list."""
     stages = sorted({action.stage for action in lane})
     found = {}
     for place, rank in enumerate(replica.stages[stages[0]].devices):
-        per_stage = {s: {n: costs.stage(index, s, n).ranks[place] for n in set(counts)}
-                     for s in stages}  # fmt: skip
-        came = {s: costs.stage(index, s, counts[0]).back_bytes for s in stages}
-        found[rank] = _rank(costs, per_stage, came, lane, counts, states)
+        parts = {}
+        for s in stages:
+            by_rows = {n: costs.stage(index, s, n).ranks[place] for n in set(counts)}
+            came = costs.stage(index, s, counts[0]).back_bytes
+            parts[s] = _Part(s, (replica.stages[s].blocks or (0, 0))[0], came, by_rows)
+        found[rank] = _rank(costs, parts, lane, counts, states)
     return found
 
 
-def _rank(costs: Costs, per_stage: dict[int, dict[int, RankCost]], came: dict[int, float],
-          lane: Sequence[Action], counts: Sequence[int], states: int) -> Memory:  # fmt: skip
-    own = [next(iter(by_rows.values())) for by_rows in per_stage.values()]
-    owned = sum(cost.owned_bytes for cost in own)
-    fixed = Memory(params=int(sum(c.param_bytes for c in own)), optimizer=int(states * owned),
+def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action], counts: Sequence[int],
+          states: int) -> Memory:  # fmt: skip
+    """The list as run/executor.py runs it, with the reducer of run/params.py."""
+    own = [part.any for part in parts.values()]
+    fixed = Memory(params=int(sum(c.param_bytes for c in own)),
+                   optimizer=int(states * sum(c.owned_bytes for c in own)),
                    fixed=int(costs.profile.profile.overheads.fixed_bytes))  # fmt: skip
-    peak = Peak(fixed)
-    kept = grads = 0.0
-    started: set[int] = set()
+    tally = _Tally(fixed, parts.values())
+    last = {action.stage: action for action in lane if action.op is Op.B}
     for action in lane:
         if action.op not in (Op.F, Op.B, Op.I, Op.W):
             continue
-        rows = counts[action.micro_batch]
-        cost = per_stage[action.stage][rows]
-        size = sum(b.kept_bytes for b in cost.blocks) + came[action.stage]
+        part = parts[action.stage]
+        cost = part.by_rows[counts[action.micro_batch]]
         if action.op is Op.F:
-            _forward(peak, cost.blocks, kept, grads)
-            kept += size
-            continue
-        if action.stage not in started and action.op is not Op.W:
-            started.add(action.stage)
-            _backward(peak, cost.blocks, kept, grads, cost.grad_bytes)
-            grads += cost.grad_bytes
+            tally.forward(part, cost)
+        elif action.op is Op.W:
+            tally.weights(part, cost)
         else:
-            _backward(peak, cost.blocks, kept, grads, 0.0)
-        if action.op is not Op.I:
-            kept -= size
-    again = costs.plan.zero >= 2 and len(counts) > 1
-    _sums(peak, own, grads, again)
-    peak.see(0.0, max((2 * c.largest_bytes for c in own), default=0.0), owned)
-    return peak.most
+            tally.backward(part, cost, action.op is Op.I, action == last.get(action.stage))
+        if costs.plan.zero >= 2 and action.op in (Op.B, Op.W):
+            for bucket in part.buckets:
+                tally.send(bucket)
+                tally.add(bucket)
+            tally.expect(part)
+    rest = [] if costs.plan.zero >= 2 else [b for part in parts.values() for b in part.buckets]
+    for bucket in rest:
+        tally.send(bucket)
+    for bucket in rest:
+        tally.add(bucket)
+    tally.see(max((2 * c.largest_bytes for c in own), default=0.0))  # the update
+    return tally.most
 
 
-def _forward(peak: Peak, blocks: Sequence[BlockWork], kept: float, grads: float) -> None:
-    for block in blocks:
-        peak.see(kept, block.forward_bytes, grads)
-        kept += block.kept_bytes
+class _Tally:
+    """What a rank holds as it goes through its list, and the largest state seen so far."""
 
+    def __init__(self, fixed: Memory, parts: Iterable[_Part]) -> None:
+        self.fixed, self.most = fixed, fixed
+        self.kept = self.grads = self.messages = self.sums = 0.0
+        self.coming = {(p.stage, k): size for p in parts for k, size in enumerate(p.any.grads)}
+        self.sent: set[_Sent] = set()
+        self.summed: set[_Sent] = set()
 
-def _backward(peak: Peak, blocks: Sequence[BlockWork], kept: float, grads: float,
-              growth: float) -> None:  # fmt: skip
-    """Kept values go block by block, from the last; gradients come, the first time."""
-    share = growth / len(blocks) if blocks else 0.0
-    for block in reversed(blocks):
-        peak.see(kept, block.backward_bytes, grads)
-        kept -= block.kept_bytes
-        grads += share
-        peak.see(kept, 0.0, grads)
+    def see(self, working: float = 0.0, buffers: float = 0.0) -> None:
+        now = Memory(self.fixed.params, int(max(0.0, self.grads) + self.sums), self.fixed.optimizer,
+                     int(self.kept), int(working), int(self.messages + buffers),
+                     self.fixed.fixed)  # fmt: skip
+        if now.peak_bytes > self.most.peak_bytes:
+            self.most = now
 
+    def forward(self, part: _Part, cost: RankCost) -> None:
+        for block in cost.blocks:
+            self.see(block.forward_bytes)
+            self.kept += block.kept_bytes
+        self.kept += part.came_bytes
 
-def _sums(peak: Peak, own: Sequence[RankCost], grads: float, again: bool) -> None:
-    """Messages lie beside the gradients that they are packed from; ZeRO receives as much as it
-    sends, and adds the first sum before it lets go of anything."""
-    buckets = [b for cost in own for b in cost.buckets if len(b.ranks) > 1]
-    zero = [b for b in buckets if b.op == "scatter"]
-    packed = sum(b.num_bytes * (2 if b.op == "scatter" else 1) for b in buckets)
-    first = max((b.num_bytes / len(b.ranks) for b in zero), default=0.0)
-    whole = max((b.num_bytes for b in buckets if b.op == "sum"), default=0.0)
-    sums = sum(b.num_bytes / len(b.ranks) for b in zero) if again else 0.0
-    peak.see(0.0, 0.0, max(0.0, grads - packed) + sums, packed + max(first, whole))
+    def backward(self, part: _Part, cost: RankCost, split: bool, last: bool) -> None:
+        """Kept values go block by block, from the last, and gradients come; those of the last
+        micro-batch leave at once. A split backward leaves a stash for its other part."""
+        for k, block in reversed(list(enumerate(cost.blocks))):
+            self.see(block.backward_bytes)
+            self.kept += (block.stash_bytes if split else 0.0) - block.kept_bytes
+            if not (split and block.weight.compute_s):
+                self._come(part, k)
+            for sent in part.buckets if last else ():
+                if sent.bucket.block == part.first + k:
+                    self.send(sent)
+        self.kept -= part.came_bytes
+
+    def weights(self, part: _Part, cost: RankCost) -> None:
+        for k, block in enumerate(cost.blocks):
+            self._come(part, k)
+            self.kept -= block.stash_bytes
+
+    def _come(self, part: _Part, k: int) -> None:
+        """The first gradients of a block stay; later ones are added to them."""
+        self.grads += self.coming.pop((part.stage, k), 0.0)
+        self.see()
+
+    def expect(self, part: _Part) -> None:
+        """Those that have left come anew."""
+        left = sum(sent.bucket.num_bytes for sent in part.buckets)
+        scale = min(1.0, left / part.any.grad_bytes) if left else 0.0
+        self.coming |= {(part.stage, k): scale * size for k, size in enumerate(part.any.grads)}
+
+    def send(self, sent: _Sent) -> None:
+        """A message lies beside the gradients that it is packed from."""
+        if sent in self.sent:
+            return
+        self.sent.add(sent)
+        self.see(buffers=sent.bucket.num_bytes)
+        self.grads -= sent.bucket.num_bytes
+        self.messages += sent.held_bytes
+        self.see()
+
+    def add(self, sent: _Sent) -> None:
+        """Its sum is made, or is added to the earlier ones."""
+        bucket = sent.bucket
+        share = bucket.num_bytes / len(bucket.ranks) if bucket.op == "scatter" else 0.0
+        self.see(buffers=share)
+        self.sent.discard(sent)
+        self.messages -= sent.held_bytes
+        if sent not in self.summed:
+            self.summed.add(sent)
+            self.sums += share or bucket.num_bytes

@@ -272,7 +272,7 @@ class StepTasks:
                 merged = tuple(dict.fromkeys((*old.buckets, *cost.buckets)))
                 cost = RankCost(cost.rank, old.blocks + cost.blocks, merged, cost.gathers,
                                 old.param_bytes + cost.param_bytes,
-                                old.grad_bytes + cost.grad_bytes,
+                                old.grads + cost.grads,
                                 old.owned_bytes + cost.owned_bytes,
                                 max(old.largest_bytes, cost.largest_bytes),
                                 old.num_tensors + cost.num_tensors)  # fmt: skip

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from netlab.refusal import NotPermitted
 
-PERIOD_US = 10_000  # with the usual 100 ms a step of 50 ms could pass unlimited
+# Who waits runs at full speed afterwards, for up to a period's share: long periods make a half core
+# faster than half. Below the kernel's tick (4 ms) the share itself comes out wrong.
+PERIOD_US = 5_000
 
 # Waits for the end of its standard input, then removes the lab's groups and what is still in them.
 SWEEP = """
