@@ -66,6 +66,20 @@ def claim_batch_size_may_change_between_steps() -> None:
             assert _near(model(**batch), plain(**batch).loss), (degrees, rows)
 
 
+def claim_messages_may_go_each_way_in_a_group_of_its_own() -> None:
+    """As they do with NCCL."""
+    plain, batch = zoo.build("gpt2"), zoo.batch("gpt2", 8, pad=True)
+    for schedule in ("1f1b", "interleaved", "zero_bubble"):
+        virtual = 2 if schedule == "interleaved" else 1
+        model = _model("gpt2", {"pp": 2, "num_micro_batches": 4, "schedule": schedule,
+                                "virtual": virtual})  # fmt: skip
+        model.world.open_lanes()
+        loss = model(**batch)
+        loss.backward()
+        assert None not in model.world.lanes
+        assert _near(loss, plain(**batch).loss), schedule
+
+
 def claim_gradients_accumulate_over_backwards() -> None:
     for degrees in (PP2, ZERO3, TP2):
         model, plain = _model("gpt2", degrees), zoo.build("gpt2")

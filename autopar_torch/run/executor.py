@@ -14,6 +14,7 @@ from ..schedule import Action, Op, Schedule, acknowledged
 from .params import Reducer
 from .record import SILENT, Recorder, Silent
 from .stage import StageRunner, Values
+from .world import World
 
 Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
 _TAGS = 4096  # values per message, so that every message has a tag of its own
@@ -22,8 +23,9 @@ _TAGS = 4096  # values per message, so that every message has a tag of its own
 class Mail:
     """Values between stages: sends go on in the background, receives are posted early."""
 
-    def __init__(self, rank: int, replica: Replica, device: torch.device) -> None:
-        self.rank, self.replica, self.device = rank, replica, device
+    def __init__(self, world: World, replica: Replica, device: torch.device) -> None:
+        self.world, self.rank = world, world.rank
+        self.replica, self.device = replica, device
         self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.posted: dict[Action, tuple[list[Any], Values]] = {}
         self.tagged = dist.is_initialized() and dist.get_backend() == "gloo"
@@ -43,7 +45,8 @@ class Mail:
         for rank in self.receivers(action.stage, other):
             for k, value in enumerate(values.values()):
                 data = value.contiguous()
-                work = dist.isend(data, rank, tag=self._tag(other, action, k))
+                lane = self.world.lane(self.rank, rank)
+                work = dist.isend(data, rank, lane, tag=self._tag(other, action, k))
                 self.sent.setdefault(action, []).append((work, data))
 
     def post(self, action: Action, other: int, empty: Callable[[], Values]) -> None:
@@ -51,7 +54,8 @@ class Mail:
         if action in self.posted:
             return
         values, rank = empty(), self.peer(action.stage, other)
-        works = [dist.irecv(value, rank, tag=self._tag(action.stage, action, k))
+        lane = self.world.lane(rank, self.rank)
+        works = [dist.irecv(value, rank, lane, tag=self._tag(action.stage, action, k))
                  for k, value in enumerate(values.values())]  # fmt: skip
         self.posted[action] = (works, values)
 

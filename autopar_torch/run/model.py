@@ -164,7 +164,7 @@ class ParallelModel(nn.Module):
 
         actions = program.schedule(len(rows), train)
         position = actions.position_of[min(program.stages)]
-        mail = Mail(self.world.rank, replica, self.device)
+        mail = Mail(self.world, replica, self.device)
         executor = Executor(program.stages, replica, mail, self.reducer if train else None,
                             self.recorder)  # fmt: skip
         parts = executor.run(actions, position, rows, context, train)

@@ -48,9 +48,23 @@ class World:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.groups: dict[tuple[int, ...], Any] = {}
+        self.lanes: tuple[Any, Any] = (None, None)
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
+            if dist.get_backend() == "nccl":
+                self.open_lanes()
             transport.make_polite()
+
+    def open_lanes(self) -> None:
+        """NCCL runs what two ranks exchange in a group strictly in order: a receive that is posted
+        early would keep back the message that the other side waits for. So each group here carries
+        messages between two ranks one way only."""
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        self.lanes = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
+
+    def lane(self, source: int, target: int) -> Any:
+        """The group for messages from one rank to another (None: the usual one)."""
+        return self.lanes[source > target]
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Every rank must call this with the same sets."""
