@@ -162,7 +162,7 @@ class Blocks:
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
             if runner.counted is not None:
-                self.pieces[runner.need] = _bytes(runner.counted, count)
+                self.pieces[runner.need] = _bytes(runner.counted, count, runner.need.split)
 
     def forget(self) -> None:
         self.cores.clear()
@@ -252,7 +252,7 @@ def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
     return Counted((start, ran, back, end), out, given)
 
 
-def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
+def _bytes(run: Counted, count: TensorBytes, split: bool) -> dict[str, float]:
     """What a block keeps and needs, beyond what was there before."""
     start, ran, back, end = run.marks
     before = count.at(start)
@@ -262,5 +262,5 @@ def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
         "kept_bytes": float(kept),
         "forward_bytes": float(count.peak(start, ran) - before),
         "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
-        "stash_bytes": float(count.at(back) - before + run.given),
+        "stash_bytes": float(count.at(back) - before + run.given) if split else 0.0,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,23 @@ Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prolog
 _TAGS = 4096  # values per message, so that every message has a tag of its own
 
 
+def receivers(replica: Replica, stage: int, other: int, rank: int) -> list[int]:
+    """Ranks of another stage that get this rank's values (several if they are more)."""
+    mine, theirs = replica.stages[stage].devices, replica.stages[other].devices
+    return [d for i, d in enumerate(theirs) if i % len(mine) == mine.index(rank)]
+
+
+def neighbours(replica: Replica) -> list[tuple[int, int]]:
+    """Every (sender, receiver) of a replica."""
+    borders = list(itertools.pairwise(range(len(replica.stages))))
+    return [
+        (rank, other)
+        for a, b in [*borders, *((b, a) for a, b in borders)]
+        for rank in replica.stages[a].devices
+        for other in receivers(replica, a, b, rank)
+    ]
+
+
 class Mail:
     """Values between stages: sends go on in the background, receives are posted early."""
 
@@ -35,14 +53,8 @@ class Mail:
         mine, theirs = self.replica.stages[stage].devices, self.replica.stages[other].devices
         return theirs[mine.index(self.rank) % len(theirs)]
 
-    def receivers(self, stage: int, other: int) -> list[int]:
-        """Ranks of another stage that get this rank's values (several if they are more)."""
-        mine, theirs = self.replica.stages[stage].devices, self.replica.stages[other].devices
-        me = mine.index(self.rank)
-        return [d for i, d in enumerate(theirs) if i % len(mine) == me]
-
     def send(self, action: Action, other: int, values: Values) -> None:
-        for rank in self.receivers(action.stage, other):
+        for rank in receivers(self.replica, action.stage, other, self.rank):
             for k, value in enumerate(values.values()):
                 data = value.contiguous()
                 lane = self.world.lane(self.rank, rank)

@@ -19,7 +19,7 @@ from ..trace import Traced
 from ..trace.call import Call, take_apart
 from . import checkpoint, shardings, state
 from .context import Prologue
-from .executor import Executor, Mail
+from .executor import Executor, Mail, neighbours
 from .params import ParamStore, Reducer
 from .record import SILENT, Recorder, Silent, joined
 from .stage import StageRunner
@@ -96,6 +96,7 @@ class ParallelModel(nn.Module):
                             if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
         stages = [s for replica in plan.replicas for s in replica.stages]
         self.world.make_groups(_axis_groups(plan))
+        self.world.enter_lanes(pair for replica in plan.replicas for pair in neighbours(replica))
         self.store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
         mine = [s for s in stages if self.world.rank in s.devices]

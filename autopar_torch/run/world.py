@@ -6,7 +6,7 @@ import datetime
 import math
 import os
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,16 @@ class World:
         messages between two ranks one way only."""
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         self.lanes = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
+
+    def enter_lanes(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """The first message between two ranks in a group makes both wait for each other: that
+        happens here, in one order on all ranks, before any is posted early."""
+        for source, target in sorted(set(pairs)) if self.lanes != (None, None) else ():
+            if self.rank in (source, target):
+                here = torch.zeros(1, device=device())
+                lane = self.lane(source, target)
+                way = dist.isend if self.rank == source else dist.irecv
+                cast(Any, way(here, target + source - self.rank, lane)).wait()
 
     def lane(self, source: int, target: int) -> Any:
         """The group for messages from one rank to another (None: the usual one)."""

@@ -173,7 +173,7 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
     seconds = np.array([known[size] for size in leaf.tolist()])
     return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
                            input=blocks.input + seconds,
-                           working=blocks.working + 2 * leaf)  # fmt: skip
+                           working=leaf + np.maximum(leaf, blocks.working))  # fmt: skip
 
 
 def after(tables: Tables, c: Candidate) -> Callable[[float], float]:

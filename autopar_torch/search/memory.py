@@ -54,7 +54,7 @@ class Memory:
         if c.dp == 1:
             return trained + 2 * largest
         if not c.zero:
-            return trained + max(2 * largest, min(trained, max(largest, BUCKET_BYTES)))
+            return trained + max(2 * largest, min(trained, largest + BUCKET_BYTES))
         if c.zero == 1:
             return 2 * trained + min(trained / c.dp, BUCKET_BYTES)
         return 2 * trained + largest / c.dp + (trained / c.dp if self.again else 0.0)

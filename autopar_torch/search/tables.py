@@ -236,7 +236,7 @@ def _column(piece: Piece) -> list[float]:
         piece.backward_s + piece.comm_backward_s,
         piece.input_s + piece.comm_backward_s,
         piece.weight_s,
-        piece.kept_bytes,
+        max(piece.kept_bytes, piece.stash_bytes),
         max(piece.forward_bytes, piece.backward_bytes),
         piece.out_bytes,
     ]

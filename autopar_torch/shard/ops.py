@@ -100,8 +100,7 @@ class WeightQueue:
         done = []
         while self.waiting:
             weight, product = self.waiting.popleft()
-            grad = product()
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            weight.grad = product() if weight.grad is None else weight.grad.add_(product())
             done.append(weight)
         return done
 

@@ -48,6 +48,7 @@ class Bucket:
     ranks: tuple[int, ...]
     num_bytes: float
     op: str  # "sum" or "scatter"
+    steady: bool  # ZeRO 2 and 3 may sum it after every micro-batch
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Costs:
         zero = group[0].zero
         ranks = group[0].team.ranks
         return Bucket(min(users), ranks, float(size * (len(ranks) if zero else 1)),
-                      "scatter" if zero else "sum")  # fmt: skip
+                      "scatter" if zero else "sum", group[0].steady)  # fmt: skip
 
     def _per_use(self, share: Share) -> bool:
         return self.plan.zero == 3 and share.steady

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..plan import Replica
-from ..schedule import Action, Op
+from ..schedule import Action, Op, Schedule, acknowledged
 from ..timeline import Memory
 from .costs import Bucket, Costs, RankCost
 from .tasks import schedule_of
@@ -20,9 +20,9 @@ def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ..
     found: dict[int, Memory] = {}
     for r, replica in enumerate(costs.plan.replicas):
         counts = [end - start for start, end in rows[r]]
-        lanes = schedule_of(costs, replica, len(counts)).actions
-        for lane in lanes:
-            found |= _position(costs, r, replica, lane, counts, states)
+        schedule = schedule_of(costs, replica, len(counts))
+        for lane in schedule.actions:
+            found |= _position(costs, r, replica, schedule, lane, counts, states)
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -31,7 +31,8 @@ class _Part(NamedTuple):
 
     stage: int
     first: int  # its first block
-    came_bytes: float  # what arrives for it, per micro-batch
+    came_bytes: float  # what arrives for it, per micro-batch, and the gradients that it returns
+    left_bytes: float  # what leaves it, likewise
     by_rows: dict[int, RankCost]
 
     @property
@@ -56,22 +57,25 @@ class _Sent(NamedTuple):
         return self.bucket.num_bytes * (2 if self.bucket.op == "scatter" else 1)
 
 
-def _position(costs: Costs, index: int, replica: Replica, lane: Sequence[Action],
-              counts: Sequence[int], states: int) -> dict[int, Memory]:  # fmt: skip
+def _position(costs: Costs, index: int, replica: Replica, schedule: Schedule,
+              lane: Sequence[Action], counts: Sequence[int],
+              states: int) -> dict[int, Memory]:  # fmt: skip
     """All ranks of one device group run the same list."""
     stages = sorted({action.stage for action in lane})
-    found = {}
+    found, came_back = {}, acknowledged(schedule)
     for place, rank in enumerate(replica.stages[stages[0]].devices):
         parts = {}
         for s in stages:
-            by_rows = {n: costs.stage(index, s, n).ranks[place] for n in set(counts)}
-            came = costs.stage(index, s, counts[0]).back_bytes
-            parts[s] = _Part(s, (replica.stages[s].blocks or (0, 0))[0], came, by_rows)
-        found[rank] = _rank(costs, parts, lane, counts, states)
+            by_rows = {n: costs.stage(index, s, n).ranks[place] for n in counts or [1]}
+            border = costs.stage(index, s, (counts or [1])[0])
+            parts[s] = _Part(s, (replica.stages[s].blocks or (0, 0))[0], border.back_bytes,
+                             border.send_bytes, by_rows)  # fmt: skip
+        found[rank] = _rank(costs, parts, lane, came_back, counts, states)
     return found
 
 
-def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action], counts: Sequence[int],
+def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
+          came_back: Mapping[Action, list[Action]], counts: Sequence[int],
           states: int) -> Memory:  # fmt: skip
     """The list as run/executor.py runs it, with the reducer of run/params.py."""
     own = [part.any for part in parts.values()]
@@ -81,9 +85,13 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action], counts:
     tally = _Tally(fixed, parts.values())
     last = {action.stage: action for action in lane if action.op is Op.B}
     for action in lane:
+        part = parts[action.stage]
+        if action.op is Op.SEND_B:
+            tally.kept += part.came_bytes
+        for sent in came_back.get(action, ()):
+            tally.kept -= part.came_bytes if sent.op is Op.SEND_B else 0.0
         if action.op not in (Op.F, Op.B, Op.I, Op.W):
             continue
-        part = parts[action.stage]
         cost = part.by_rows[counts[action.micro_batch]]
         if action.op is Op.F:
             tally.forward(part, cost)
@@ -92,11 +100,13 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action], counts:
         else:
             tally.backward(part, cost, action.op is Op.I, action == last.get(action.stage))
         if costs.plan.zero >= 2 and action.op in (Op.B, Op.W):
-            for bucket in part.buckets:
+            steady = [sent for sent in part.buckets if sent.bucket.steady]
+            for bucket in steady:
                 tally.send(bucket)
                 tally.add(bucket)
-            tally.expect(part)
-    rest = [] if costs.plan.zero >= 2 else [b for part in parts.values() for b in part.buckets]
+            tally.expect(part, steady)
+    rest = [sent for part in parts.values() for sent in part.buckets
+            if costs.plan.zero < 2 or not sent.bucket.steady]  # fmt: skip
     for bucket in rest:
         tally.send(bucket)
     for bucket in rest:
@@ -123,25 +133,28 @@ class _Tally:
             self.most = now
 
     def forward(self, part: _Part, cost: RankCost) -> None:
+        self.kept += part.came_bytes
         for block in cost.blocks:
             self.see(block.forward_bytes)
             self.kept += block.kept_bytes
-        self.kept += part.came_bytes
 
     def backward(self, part: _Part, cost: RankCost, split: bool, last: bool) -> None:
         """Kept values go block by block, from the last, and gradients come; those of the last
         micro-batch leave at once. A split backward leaves a stash for its other part."""
         for k, block in reversed(list(enumerate(cost.blocks))):
             self.see(block.backward_bytes)
+            if k + 1 == len(cost.blocks):  # what left, and its gradients, stay to the end
+                self.kept += 2 * part.left_bytes
             self.kept += (block.stash_bytes if split else 0.0) - block.kept_bytes
             if not (split and block.weight.compute_s):
                 self._come(part, k)
             for sent in part.buckets if last else ():
                 if sent.bucket.block == part.first + k:
                     self.send(sent)
-        self.kept -= part.came_bytes
+        self.kept -= part.came_bytes + 2 * part.left_bytes
 
     def weights(self, part: _Part, cost: RankCost) -> None:
+        self.see(cost.largest_bytes)
         for k, block in enumerate(cost.blocks):
             self._come(part, k)
             self.kept -= block.stash_bytes
@@ -151,9 +164,9 @@ class _Tally:
         self.grads += self.coming.pop((part.stage, k), 0.0)
         self.see()
 
-    def expect(self, part: _Part) -> None:
+    def expect(self, part: _Part, gone: Sequence[_Sent]) -> None:
         """Those that have left come anew."""
-        left = sum(sent.bucket.num_bytes for sent in part.buckets)
+        left = sum(sent.bucket.num_bytes for sent in gone)
         scale = min(1.0, left / part.any.grad_bytes) if left else 0.0
         self.coming |= {(part.stage, k): scale * size for k, size in enumerate(part.any.grads)}
 
