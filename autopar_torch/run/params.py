@@ -6,7 +6,6 @@ The user's Parameter objects keep their identity and hold this rank's part. Bloc
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -151,15 +150,16 @@ class ParamStore:
 
     def refresh(self) -> None:
         """Bring the leaves up to date with what the optimizer did to the parameters."""
+        gathered = []
         for held in self.held.values():
-            if held.leaf is held.tensor:
-                continue
-            if not held.zero and self.dtype is None:
-                held.leaf.data = held.tensor.data
-            elif not held.zero:
+            if held.zero:
+                gathered.append(held)
+            elif held.leaf.dtype != held.tensor.dtype:
                 with torch.no_grad():
                     held.leaf.copy_(held.tensor)
-        self.gather([h for h in self.held.values() if h.zero and not self.gathers_per_use(h)])
+            elif held.leaf.data_ptr() != held.tensor.data_ptr():
+                held.leaf.data = held.tensor.data
+        self.gather(held for held in gathered if not self.gathers_per_use(held))
 
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
@@ -222,11 +222,7 @@ class Bucket:
         self.helds, self.axis = helds, helds[0].axis
         self.zero, self.mixed = helds[0].zero, helds[0].team.mixed
         self.steady = helds[0].steady
-        ends = list(itertools.accumulate(self._size(h) for h in helds))
-        self.size = ends[-1]
-        self.place = {
-            h.name: (end - self._size(h), end) for h, end in zip(helds, ends, strict=True)
-        }
+        self.sizes = [self._size(h) for h in helds]
         self.waiting: set[str] = set()
         self.flat: Tensor | None = None
         self.got: Tensor | None = None
@@ -239,26 +235,23 @@ class Bucket:
 
     def _message(self) -> Tensor:
         """What the leaves have gathered, as one tensor; the leaves start afresh."""
-        first = self.helds[0]
-        shape = (cast(Axis, self.axis).parts, self.size) if self.zero else (self.size,)
-        flat = torch.empty(shape, dtype=first.tensor.dtype, device=first.tensor.device)
-        for held in self.helds:
-            self._write(held, flat[..., slice(*self.place[held.name])])
+        like, size = self.helds[0].tensor, sum(self.sizes)
+        shape = (cast(Axis, self.axis).parts, size) if self.zero else (size,)
+        flat = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if not (self.zero or self.mixed):  # the usual case, in one call
+            return torch.cat([_taken(held).view(-1) for held in self.helds], out=flat)
+        for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
+            self._write(held, target)
         return flat
 
     def _write(self, held: Held, target: Tensor) -> None:
-        grad = held.leaf.grad
-        held.leaf.grad = None
-        if grad is None:
-            target.zero_()
-        elif self.mixed:
+        grad = _taken(held)
+        if self.mixed:
             target.zero_()
             paste(target.view(held.shape), grad / held.holding.num_copies,
                   held.holding.boxes(held.shape))  # fmt: skip
-        elif self.zero:
-            _copy_rows(target, grad.reshape(-1), held.piece)
         else:
-            target.view(grad.shape).copy_(grad)
+            _copy_rows(target, grad.view(-1), held.piece)
 
     def launch(self) -> None:
         """Start summing; gradients that have not arrived are zeros."""
@@ -283,16 +276,23 @@ class Bucket:
             return
         arrive(self.works)
         flat = cast(Tensor, self.flat if self.got is None else self.got.sum(0))
-        for held in self.helds:
-            start, end = self.place[held.name]
-            _add(into, held.name, self._shaped(held, flat[start:end], store))
+        for held, summed in zip(self.helds, flat.split(self.sizes), strict=True):
+            _add(into, held.name, self._shaped(held, summed, store))
         self.flat = self.got = None
         self.works = []
 
     def _shaped(self, held: Held, flat: Tensor, store: ParamStore) -> Tensor:
         if self.mixed:
             return store.cut(held, flat.view(held.shape))
-        return flat[: held.tensor.numel()].view(held.tensor.shape)
+        if self.zero:
+            flat = flat[: held.tensor.numel()]
+        return flat.view(held.tensor.shape)
+
+
+def _taken(held: Held) -> Tensor:
+    """The gradient that a leaf has gathered, which starts afresh; zeros if nothing has arrived."""
+    grad, held.leaf.grad = held.leaf.grad, None
+    return held.leaf.new_zeros(held.local) if grad is None else grad.contiguous()
 
 
 def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
@@ -344,8 +344,9 @@ class Reducer:
         self.sums: dict[str, Tensor] = {}
         self.last = False
         self.per_micro_batch = False
-        for held in store.held.values():
-            if held.name in self.bucket_of and held.axis is not None:
+        joint = [bucket for bucket in self.buckets if bucket.axis is not None]
+        for held in (held for bucket in joint for held in bucket.helds):
+            if len(joint) > 1 or store.gathers_per_use(held):  # one alone starts at the end anyway
                 held.leaf.register_post_accumulate_grad_hook(self._hook(held))
 
     def _hook(self, held: Held) -> Callable[[Tensor], None]:
