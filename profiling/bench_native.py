@@ -322,9 +322,10 @@ class TensorPeak:
     """Tensor bytes of everything allocated inside: what lived at `mark()`, and the peak after it.
 
     The whole life of a side is recorded, its construction too, so DDP's buckets count although
-    only C++ holds them between steps.  Gloo's own threads release some storages unseen by the
-    profiler: one that is never released and that no tensor holds during the last optimizer step
-    is left out.  Take several steps after `mark()`, since that loss is by chance.
+    only C++ holds them between steps.  The profiler does not see every release: a storage that is
+    never released and that no tensor holds during the last optimizer step is left out, and one that
+    came after `mark()` ends with the optimizer step that follows, as gradients do (the next ones
+    may lie at the same place).  Take several steps, since that loss is by chance.
     """
 
     kept = peak = 0
@@ -332,6 +333,7 @@ class TensorPeak:
     def __enter__(self) -> Self:
         gc.collect()
         self.held: set[int] = set()
+        self.stepped: list[int] = []
         activities = [torch.profiler.ProfilerActivity.CPU]
         self.prof = torch.profiler.profile(activities=activities, profile_memory=True)
         self.prof.__enter__()
@@ -341,18 +343,23 @@ class TensorPeak:
         self.held = held_addresses(opt)
 
     def mark(self, opt: torch.optim.Optimizer) -> None:
-        self.hook = opt.register_step_pre_hook(self.look)
+        after = opt.register_step_post_hook(lambda *_: self.stepped.append(time.time_ns()))
+        self.hooks = [opt.register_step_pre_hook(self.look), after]
         gc.collect()
         self.marked = time.time_ns()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.prof.__exit__(kind, error, trace)
         if kind is None:
-            self.hook.remove()
+            for hook in self.hooks:
+                hook.remove()
             self.settle()
 
     def settle(self) -> None:
         sure = [one for one in recorded(self.prof) if one.end or one.address in self.held]
+        for one in sure:
+            if one.end is None and one.begin > self.marked:
+                one.end = next((when for when in self.stepped if when > one.begin), None)
         changes = [(one.begin, one.size) for one in sure]
         changes += [(one.end, -one.size) for one in sure if one.end]
         total = 0

@@ -85,7 +85,7 @@ def test_best_first_finds_the_plans_of_brute_force_on_measured_machines() -> Non
 def test_no_cut_is_below_its_bounds(seed: int) -> None:
     graph, options, profile, num_rows, limits = problem(seed)
     tables = Tables(options, graph, profile, limits.precision)
-    found = list(candidates(options, graph, tables.cluster.num_devices, num_rows, limits))
+    found = candidates(options, graph, tables.cluster.num_devices, num_rows, limits)
     below = bounds(found, tables, num_rows)
     for i in random.Random(seed).sample(range(len(found)), min(20, len(found))):
         pricer = Pricer(tables, found[i], num_rows)
@@ -96,7 +96,7 @@ def test_no_cut_is_below_its_bounds(seed: int) -> None:
             assert below.seconds[i] <= price.step_s * (1 + 1e-9)
             assert floor <= price.step_s * (1 + 1e-9)
             assert below.memory_bytes[i] <= price.memory_bytes * (1 + 1e-9)
-            fits = bounds([found[i]], tables, num_rows, price.memory_bytes)
+            fits = bounds(found[i : i + 1], tables, num_rows, price.memory_bytes)
             assert fits.holds[0]
 
 

@@ -16,15 +16,16 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
 from .borders import cuts, even, is_small
-from .bounds import bounds
+from .bounds import Bounded
 from .evaluate import Found, Pricer
 from .floors import floors
 from .misses import nothing_fits
-from .space import Candidate, Constraints, Option, as_plan, candidates
+from .space import Candidate, Candidates, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
 
 KEPT = 8  # runners-up
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
+FIRST = 512  # candidates whose bound of time is worked out at first; then ever twice as many
 NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
 
@@ -63,7 +64,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
     tables = Tables(options, graph, profile, limits.precision)
-    found = list(candidates(options, graph, cluster.num_devices, num_rows, limits))
+    found = candidates(options, graph, cluster.num_devices, num_rows, limits)
     if not found:
         raise SearchError(
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
@@ -93,21 +94,50 @@ class Outcome(Struct, frozen=True):
 
 
 class _Cuts(NamedTuple):
-    """A candidate that waits to be priced: its cuts that fit, and their bounds."""
+    """A candidate that waits to be priced: its cuts and their bounds."""
 
     pricer: Pricer
-    fitting: list[tuple[tuple[int, ...], float]]
+    cuts: list[tuple[int, ...]]
     floor: Array
+
+
+class _Queue:
+    """Candidates by increasing bound of time. Bounds are worked out from the least busy on, and no
+    further than needed: whoever is left has a bound that is at least its average."""
+
+    def __init__(self, bounded: Bounded, first: int) -> None:
+        self.bounded, self.step = bounded, first
+        average = bounded.average()
+        order = np.argsort(average, kind="stable")
+        self.order, self.average = bounded.possible[order], average[order]
+        self.known = 0
+        self.heap: list[tuple[float, int]] = []
+
+    def push(self, bound: float, i: int) -> None:
+        heapq.heappush(self.heap, (bound, i))
+
+    def pop(self) -> tuple[float, int] | None:
+        """The least bound, None at the end."""
+        while self.known < len(self.order) and (
+            not self.heap or self.heap[0][0] >= self.average[self.known]
+        ):
+            chosen = self.order[self.known : self.known + self.step]
+            seconds = self.bounded.seconds(chosen)
+            self.heap += zip(seconds.tolist(), chosen.tolist(), strict=True)
+            heapq.heapify(self.heap)
+            self.known += len(chosen)
+            self.step *= 2
+        return heapq.heappop(self.heap) if self.heap else None
 
 
 class _Hunt:
     """The state of one search."""
 
-    def __init__(self, tables: Tables, found: list[Candidate], num_rows: int, capacity: float,
+    def __init__(self, tables: Tables, found: Candidates, num_rows: int, capacity: float,
                  kept: int, exhaustive: bool) -> None:  # fmt: skip
         self.tables, self.found, self.num_rows = tables, found, num_rows
         self.capacity, self.kept = capacity, kept
-        self.bounds = bounds(found, tables, num_rows, np.inf if exhaustive else capacity)
+        self.bounded = Bounded(found, tables, num_rows, np.inf if exhaustive else capacity)
         self.best: list[Found] = []
         self.nearest: Found | None = None  # the one that fails to fit by least
         self.discarded: Counter[str] = Counter()
@@ -116,33 +146,34 @@ class _Hunt:
 
     def run(self, exhaustive: bool, deadline: float | None) -> None:
         """Candidates come back to the queue with the bound of their cuts before they are priced."""
-        too_large = (self.bounds.memory_bytes > self.capacity) | ~self.bounds.holds
+        open_ = len(self.bounded.possible)
         if not exhaustive:
-            self.discarded["memory bound"] += int(too_large.sum())
-        queue: list[tuple[float, int]] = [(float(s), i) for i, s in enumerate(self.bounds.seconds)
-                                          if exhaustive or not too_large[i]]  # fmt: skip
-        heapq.heapify(queue)
+            self.discarded["memory bound"] += len(self.found) - open_
+        queue = _Queue(self.bounded, len(self.found) if exhaustive else FIRST)
         ready: dict[int, _Cuts] = {}
-        while queue:
-            bound, i = heapq.heappop(queue)
+        while (following := queue.pop()) is not None:
+            bound, i = following
             if not exhaustive and bound > self._limit() * ROUNDING:
-                self.discarded["time bound"] += len(queue) + 1
+                self.discarded["time bound"] += open_
                 return
             if deadline is not None and time.perf_counter() > deadline and self.best:
                 self.gap = max(0.0, 1 - bound / self.best[0].step_s)
                 return
             if i in ready:
                 self._price(ready.pop(i), exhaustive)
+                open_ -= 1
             elif (prepared := self._prepare(self.found[i])) is not None:
                 ready[i] = prepared
-                heapq.heappush(queue, (max(bound, float(prepared.floor.min())), i))
+                queue.push(max(bound, float(prepared.floor.min())), i)
+            else:
+                open_ -= 1
 
     def _limit(self) -> float:
         """What a candidate has to beat to be kept."""
         return self.best[-1].step_s if len(self.best) == self.kept else np.inf
 
     def _prepare(self, candidate: Candidate) -> _Cuts | None:
-        """Its cuts with their bounds; those that do not fit are gone."""
+        """Its cuts with their bounds."""
         pricer = Pricer(self.tables, candidate, self.num_rows)
 
         def fits(stage: int, first: int, end: int) -> bool:
@@ -151,32 +182,41 @@ class _Hunt:
         num_stages, free = candidate.stages(), None
         if not is_small(len(pricer.seconds), num_stages):
             free = self.tables.free_cut(pricer.work_key, pricer.seconds, num_stages)
-        tried = [(cut, pricer.peak(cut))
-                 for cut in cuts(pricer.seconds, num_stages, fits, free)]  # fmt: skip
-        fitting = [(cut, memory) for cut, memory in tried if memory <= self.capacity]
-        if fitting:
-            return _Cuts(pricer, fitting, floors(pricer, [cut for cut, _ in fitting]))
-        self.discarded["memory" if tried else "no cut fits"] += 1
-        for cut, memory in tried:
-            self._miss(Found(float("inf"), memory, candidate, cut))
+        tried = list(cuts(pricer.seconds, num_stages, fits, free))
+        if tried:
+            return _Cuts(pricer, tried, floors(pricer, tried))
+        self.discarded["no cut fits"] += 1
         return None
 
     def _price(self, prepared: _Cuts, exhaustive: bool) -> None:
-        """Its best cut."""
-        best: Found | None = None
+        """Its best cut of those that fit."""
+        best, misses = None, 0
         for i in np.argsort(prepared.floor, kind="stable"):
             limit = self._limit() if best is None else min(self._limit(), best.step_s)
             if not exhaustive and prepared.floor[i] > limit * ROUNDING:
                 break
-            self.priced += 1
-            found = prepared.pricer.price(*prepared.fitting[i])
-            best = found if best is None else min(best, found, key=lambda f: f.order)
+            found = self._fitting(prepared.pricer, prepared.cuts[i])
+            if found is None:
+                misses += 1
+            elif best is None or found.order < best.order:
+                best = found
         if best is not None:
             self.best = sorted([*self.best, best], key=lambda f: f.order)[: self.kept]
+        elif misses == len(prepared.cuts):
+            self.discarded["memory"] += 1
+
+    def _fitting(self, pricer: Pricer, cut: tuple[int, ...]) -> Found | None:
+        """The price of a cut, None if it does not fit."""
+        memory = pricer.peak(cut)
+        if memory > self.capacity:
+            self._miss(Found(float("inf"), memory, pricer.candidate, cut))
+            return None
+        self.priced += 1
+        return pricer.price(cut, memory)
 
     def near(self) -> Found:
         """The one that fails to fit by least; where bounds killed all, among the least bounds."""
-        order = np.argsort(self.bounds.memory_bytes, kind="stable")
+        order = np.argsort(self.bounded.memory_bytes, kind="stable")
         for i in order[:NEAR] if self.nearest is None else ():
             pricer = Pricer(self.tables, self.found[i], self.num_rows)
             cut = even(pricer.seconds, self.found[i].stages())

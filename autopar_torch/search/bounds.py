@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from ..profile import Curve
 from .evaluate import after, summing
 from .memory import lasting, staying
-from .space import SCHEDULES, Candidate
+from .space import SCHEDULES, Candidates
 from .tables import Array, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
@@ -36,28 +35,25 @@ class _Space:
     COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
                "split", "counts", "costs")  # fmt: skip
 
-    def __init__(self, found: Sequence[Candidate], tables: Tables, num_rows: int) -> None:
+    def __init__(self, found: Candidates, tables: Tables, num_rows: int) -> None:
         self.found, self.tables = found, tables
-        columns = list(zip(*found, strict=True))
-        self.option, self.pp, self.dp, self.count = (np.array(col) for col in columns[:4])
-        self.virtual, self.zero, self.recompute = (np.array(col) for col in columns[5:8])
-        codes = {name: code for code, name in enumerate(SCHEDULES)}
-        self.schedule = np.array([codes[name] for name in columns[4]])
+        (self.option, self.pp, self.dp, self.count, self.schedule, self.virtual, self.zero,
+         self.recompute) = np.ascontiguousarray(found.rows.T)  # fmt: skip
         self.rows = np.maximum(1, num_rows // (self.dp * self.count))
-        self.split = self.schedule == codes["zero_bubble"]
+        self.split = self.schedule == SCHEDULES.index("zero_bubble")
         self.programs = max(len(keys) for keys, _ in tables.programs)
-        self.counts = self._per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
+        self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
         self.costs = self._costs()
 
     def take(self, chosen: Ints) -> _Space:
         """Only these candidates."""
         space = copy.copy(self)
-        space.found = [self.found[i] for i in chosen.tolist()]
+        space.found = self.found[chosen]
         for name in self.COLUMNS:
             setattr(space, name, getattr(self, name)[chosen])
         return space
 
-    def _per_option(self, values: object) -> Array:
+    def per_option(self, values: object) -> Array:
         """A row of numbers per option, padded to the most programs."""
         found = np.zeros((len(self.tables.options), self.programs))
         for option in range(len(found)):
@@ -88,7 +84,7 @@ class _Space:
 
     def _gathers(self) -> Array:
         """ZeRO 3: seconds of gathering the parameters of a block of every program."""
-        leaf = self._per_option(lambda o: self.least(o, self.tables.params(o).leaf))
+        leaf = self.per_option(lambda o: self.least(o, self.tables.params(o).leaf))
         first, which = self.by(self.option, self.pp, self.dp, self.zero)
         meet_s = self.tables.profile.profile.overheads.meet_s
         table = np.zeros((len(first), self.programs))
@@ -112,18 +108,39 @@ class _Space:
         return self.tables.curve(op, 0, stride, int(self.dp[i]))
 
 
-def bounds(candidates: Sequence[Candidate], tables: Tables, num_rows: int,
+class Bounded:
+    """Candidates with their bounds of memory; those of time are worked out for whom they may
+    concern, as `_pipeline` asks for more work than the average position has."""
+
+    def __init__(self, candidates: Candidates, tables: Tables, num_rows: int,
+                 capacity: float) -> None:  # fmt: skip
+        self.space = _Space(candidates, tables, num_rows)
+        self.memory_bytes, self.holds = _memory(self.space, capacity)
+        self.possible = np.flatnonzero((self.memory_bytes <= capacity) & self.holds)
+
+    def average(self) -> Array:
+        """Seconds that the average position of the possible ones is busy: a rough bound."""
+        space = self.space
+        both = np.where(space.split[:, None], space.costs[:, :, INPUT] + space.costs[:, :, WEIGHT],
+                        space.costs[:, :, BACKWARD])  # fmt: skip
+        total = (space.counts * (space.costs[:, :, FORWARD] + both)).sum(axis=1)
+        return (space.count * total / space.pp / ROUNDING)[self.possible]
+
+    def seconds(self, chosen: Ints) -> Array:
+        """The bound of time of some candidates."""
+        rest = self.space.take(chosen)
+        return _pipeline(rest) + _outside(rest)
+
+
+def bounds(candidates: Candidates, tables: Tables, num_rows: int,
            capacity: float = np.inf) -> Bounds:  # fmt: skip
     """Both bounds of every candidate; the proofs are with `_pipeline` and `_memory`. Candidates
     that cannot fit are not looked at any further."""
-    space = _Space(candidates, tables, num_rows)
-    memory, holds = _memory(space, capacity)
+    found = Bounded(candidates, tables, num_rows, capacity)
     seconds = np.full(len(candidates), np.inf)
-    possible = np.flatnonzero((memory <= capacity) & holds)
-    if len(possible):
-        rest = space.take(possible)
-        seconds[possible] = _pipeline(rest) + _outside(rest)
-    return Bounds(seconds, memory, holds)
+    if len(found.possible):
+        seconds[found.possible] = found.seconds(found.possible)
+    return Bounds(seconds, found.memory_bytes, found.holds)
 
 
 def _pipeline(space: _Space) -> Array:
@@ -180,20 +197,25 @@ def _pipeline(space: _Space) -> Array:
 def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
     """Candidate x program: `per_micro_batch` of its blocks, the least and the most of them."""
     tables = space.tables
-    first, which = space.by(space.option, space.pp, space.dp, space.zero)
-    found = np.zeros((2, 2, len(first), space.programs))  # adding or summing; least or most
     add = tables.profile.profile.overheads.add_s_per_byte
-    for row, i in enumerate(first):
-        option, trained = int(space.option[i]), tables.params(int(space.option[i])).trained
-        parts = (add * trained, summing(tables, space.found[i], trained))
-        for part, values in enumerate(parts):
-            least = space.least(option, values)
-            found[part, 0, row, : len(least)] = least
-            found[part, 1, row, : len(least)] = -space.least(option, -values)
+    adding = (
+        add * space.per_option(lambda o: space.least(o, tables.params(o).trained)),
+        -add * space.per_option(lambda o: space.least(o, -tables.params(o).trained)),
+    )
+    sums = (space.zero >= 2) & (space.dp > 1)
+    first, which = space.by(space.option, space.pp, space.dp, sums.astype(int))
+    found = np.zeros((2, len(first), space.programs))  # least and most of the sums
+    for row in np.flatnonzero(sums[first]):
+        i = int(first[row])
+        option = int(space.option[i])
+        seconds = summing(tables, space.found[i], tables.params(option).trained)
+        least = space.least(option, seconds)
+        found[0, row, : len(least)] = least
+        found[1, row, : len(least)] = -space.least(option, -seconds)
     share = ((space.count - 1) / space.count)[:, None]
     once = np.where(space.zero[:, None] == 3, 1.0, share)
-    both = found[0][:, which] * share + found[1][:, which] * once
-    return both[0], both[1]
+    least, most = (adding[k][space.option] * share + found[k][which] * once for k in range(2))
+    return least, most
 
 
 def _ratio(part: Array, whole: Array, used: NDArray[np.bool_]) -> Array:
@@ -226,8 +248,8 @@ def _messages(space: _Space) -> tuple[Array, Array]:
         tp = tables.options[option].degree
         sizes = [float(s[1:-1].min()) if len(s) > 2 else 0.0
                  for s in tables.sends(option, int(space.rows[i]))]  # fmt: skip
-        for curve, count in tables.hops(tp, p):
-            found[row] += [count * at_least(curve, size) for size in sizes]
+        for curve, after_stages in tables.hops(tp, p, p):
+            found[row] += [len(after_stages) * at_least(curve, size) for size in sizes]
     return found[which, 0], found[which, 1]
 
 
@@ -336,4 +358,4 @@ def _in_flight(space: _Space, starts: Ints) -> Array:
     return np.minimum(np.repeat(most, p), np.repeat(ahead, p) - np.repeat(less, p) * k)
 
 
-__all__ = ["Bounds", "bounds"]
+__all__ = ["Bounded", "Bounds", "bounds"]

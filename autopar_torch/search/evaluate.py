@@ -96,13 +96,13 @@ class Pricer:
         work[_FORWARD] += over.action_s + over.micro_batch_s
         work[_BACKWARD : _INPUT + 1] += over.action_s
         send, back = np.zeros((2, len(borders), c.stages() - 1))
-        for s in range(c.stages() - 1 if c.pp > 1 else 0):
-            here, there = s % c.pp * self.tp, (s + 1) % c.pp * self.tp
-            hop, held = self.tables.message(c.option, self.rows, here, there)
-            send[:, s], back[:, s] = hop[:, borders[:, s + 1]]
-            work[_FORWARD, :, s : s + 2] += held * send[:, s, None]
-            work[_BACKWARD : _INPUT + 1, :, s : s + 2] += held * back[:, s, None]
-            send[:, s], back[:, s] = (1 - held) * send[:, s], (1 - held) * back[:, s]
+        for curve, s in self.tables.hops(self.tp, c.pp, c.stages()) if c.pp > 1 else ():
+            ahead, answer = self.tables.message(c.option, self.rows, curve)
+            there, here = ahead[borders[:, s + 1]], answer[borders[:, s + 1]]
+            for side in (s, s + 1):  # part of a message holds up sender and receiver
+                work[_FORWARD][:, side] += curve.held * there
+                work[_BACKWARD : _INPUT + 1, :, side] += curve.held * here
+            send[:, s], back[:, s] = (1 - curve.held) * there, (1 - curve.held) * here
         return Parts(work, send, back)
 
     def outside(self, borders: NDArray[np.int64]) -> list[float]:

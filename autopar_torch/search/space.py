@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph
@@ -68,10 +70,31 @@ class Candidate(NamedTuple):
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 
 
+class Candidates(Sequence[Candidate]):
+    """A row of numbers for each (schedules as codes); who is asked for is put into words."""
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, i: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, i: slice | NDArray[np.int64]) -> Candidates: ...
+    def __getitem__(self, i: int | slice | NDArray[np.int64]) -> Candidate | Candidates:
+        if not isinstance(i, (int, np.integer)):
+            return Candidates(self.rows[i])
+        option, pp, dp, count, code, virtual, zero, recompute = self.rows[i].tolist()
+        return Candidate(option, pp, dp, count, SCHEDULES[code], virtual, zero, bool(recompute))
+
+
 def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, num_rows: int,
-               limits: Constraints) -> Iterator[Candidate]:  # fmt: skip
+               limits: Constraints) -> Candidates:  # fmt: skip
     """Everything that fits the number of devices, blocks and rows."""
     coupled = any(kind.couples_rows for kind in graph.kinds.values())
+    found = [np.zeros((0, len(Candidate._fields)), dtype=np.int64)]
     for index, option in enumerate(options):
         rest, odd = divmod(num_devices, option.degree)
         if odd or not _allows(limits.tp, option.degree):
@@ -81,23 +104,23 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
                 continue
             dp = rest // pp
             if _allows(limits.dp, dp) and dp <= num_rows:
-                yield from _inner(index, pp, dp, num_rows, len(graph.blocks), coupled, limits)
+                found.append(_inner(index, pp, dp, num_rows, len(graph.blocks), coupled, limits))
+    return Candidates(np.concatenate(found))
 
 
 def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
-           limits: Constraints) -> Iterator[Candidate]:  # fmt: skip
-    """Micro-batches, schedule, ZeRO and recompute of one shape."""
+           limits: Constraints) -> NDArray[np.int64]:  # fmt: skip
+    """Micro-batches, schedule, ZeRO and recompute of one shape, all with all."""
     counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
     zeros = [0] if dp == 1 else [limits.zero] if limits.zero is not None else [0, 1, 2, 3]
-    zeros = [zero for zero in zeros if _allows(limits.zero, zero)]
-    for count in counts:
-        if not _allows(limits.num_micro_batches, count):
-            continue
-        for schedule, virtual in _schedules(pp, count, num_blocks, limits):
-            for zero in zeros:
-                for recompute in (False, True):
-                    if _allows(limits.recompute, recompute):
-                        yield Candidate(index, pp, dp, count, schedule, virtual, zero, recompute)
+    heads = [(index, pp, dp, count, SCHEDULES.index(schedule), virtual)
+             for count in counts if _allows(limits.num_micro_batches, count)
+             for schedule, virtual in _schedules(pp, count, num_blocks, limits)]  # fmt: skip
+    tails = [(zero, recompute) for zero in zeros if _allows(limits.zero, zero)
+             for recompute in (False, True) if _allows(limits.recompute, recompute)]  # fmt: skip
+    ahead = np.array(heads, dtype=np.int64).reshape(-1, 6)
+    behind = np.array(tails, dtype=np.int64).reshape(-1, 2)
+    return np.hstack([ahead.repeat(len(tails), axis=0), np.tile(behind, (len(heads), 1))])
 
 
 def _schedules(pp: int, count: int, num_blocks: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -61,7 +60,7 @@ class Tables:
         self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
         self._messages: dict[tuple[int, int, Curve], Array] = {}
         self._num_trained: dict[int, float] = {}
-        self._hops: dict[tuple[int, int], list[tuple[Curve, int]]] = {}
+        self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         self.programs = [self._programs(option) for option in options]
 
@@ -77,29 +76,31 @@ class Tables:
             self._curves[key] = self.profile.curve(op, ranks)
         return self._curves[key]
 
-    def message(self, option: int, rows: int, here: int, there: int) -> tuple[Array, float]:
-        """Per border: seconds of its message from one rank to another, and of the answer. And the
-        part of them that holds up sender and receiver."""
-        curve = self.curve("send", here, there - here, 2)
+    def message(self, option: int, rows: int, curve: Curve) -> Array:
+        """Per border: seconds of its message over such a line, and of the answer."""
         key = (option, rows, curve)
         if key not in self._messages:
             sizes = np.array(self.sends(option, rows))
             known = {size: curve.seconds(size) for size in set(sizes.ravel().tolist())}
             seconds = [known[size] for size in sizes.ravel().tolist()]
             self._messages[key] = np.array(seconds).reshape(sizes.shape)
-        return self._messages[key], curve.held
+        return self._messages[key]
 
     def num_trained(self, option: int) -> float:
         if option not in self._num_trained:
             self._num_trained[option] = float(self.params(option).number.sum())
         return self._num_trained[option]
 
-    def hops(self, tp: int, pp: int) -> list[tuple[Curve, int]]:
-        """The distinct curves between neighbours of a pipeline, and how many of each."""
-        if (tp, pp) not in self._hops:
-            curves = (self.curve("send", s * tp, tp, 2) for s in range(pp - 1))
-            self._hops[tp, pp] = list(Counter(curves).items())
-        return self._hops[tp, pp]
+    def hops(self, tp: int, pp: int, num_stages: int) -> list[tuple[Curve, NDArray[np.int64]]]:
+        """The distinct lines between neighbours of a pipeline, and after which stages each lies."""
+        key = (tp, pp, num_stages)
+        if key not in self._hops:
+            places: dict[Curve, list[int]] = {}
+            for s in range(num_stages - 1):
+                here, there = s % pp * tp, (s + 1) % pp * tp
+                places.setdefault(self.curve("send", here, there - here, 2), []).append(s)
+            self._hops[key] = [(curve, np.array(after)) for curve, after in places.items()]
+        return self._hops[key]
 
     def free_cut(self, key: tuple[object, ...], seconds: Array,
                  num_stages: int) -> tuple[int, ...] | None:  # fmt: skip
