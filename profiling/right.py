@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ CASES = [  # model, rows, ranks, network
     ("vit", 8, 2, "200 Mbit/s"), ("gpt", 4, 4, "loopback"), ("llama", 4, 4, "1 Gbit/s"),
     ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
 ]  # fmt: skip
-RACE = ((3, 1.5), (8, 1.15), (14, 1.06), (30, 1.0))  # rounds, then who is slower by that stops
+HEATS = ((3, 1.5), (8, 1.15), (14, 1.06), (40, 1.0))  # see `race`
 LIMIT = 0.02
 
 
@@ -67,6 +66,7 @@ def rank_main(model: str, rows: int, out: str) -> None:
     import autopar_torch as ap
     from autopar_torch import files
     from autopar_torch.run import choose
+    from autopar_torch.run.confirm import race
     from autopar_torch.run.observe import cluster_of
     from autopar_torch.search.explain import short
     from autopar_torch.search.space import Constraints
@@ -86,8 +86,9 @@ def rank_main(model: str, rows: int, out: str) -> None:
                           Constraints())  # fmt: skip
     plans = feasible(traced, known, rows)
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
-    runners = [Runner(make, rows, chosen.plan), *(Runner(make, rows, plan) for plan in plans)]
-    race(runners, chosen.world)
+    plans = [chosen.plan, *(plan for plan in plans if not same(plan, chosen.plan))]
+    runners = [Runner(make, rows, plan) for plan in plans]
+    race(runners, HEATS, chosen.world, stays=(0,))
     if dist.get_rank() == 0:
         rows_out = [{"plan": short(r.model.plan), "seconds": r.seconds} for r in runners]
         Path(out).write_text(json.dumps(rows_out))
@@ -95,33 +96,24 @@ def rank_main(model: str, rows: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def race(runners: list[Runner], world: Any) -> None:
-    """Rounds of all who are still in; the first is the recommended one and stays."""
-    import torch
+def same(one: Any, other: Any) -> bool:
+    """Plans that differ in nothing that runs."""
+    from msgspec.structs import replace
 
-    for runner in runners:
-        runner.step()
-    still, done = list(range(len(runners))), 0
-    for rounds, factor in RACE:
-        for k in range(done, rounds):
-            order = still[:]
-            random.Random(k).shuffle(order)
-            for i in order:
-                runners[i].timed()
-        done = rounds
-        own = [statistics.median(r.seconds) for r in runners]
-        medians = (world.sum(torch.tensor(own, dtype=torch.float64)) / world.size).tolist()
-        limit = min(medians[i] for i in still) * factor
-        still = [i for i in still if medians[i] <= limit or i == 0] if factor > 1 else still
+    return bool(replace(one, reason="") == replace(other, reason=""))
 
 
 def regret(rows: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-    """Of the first row against the best of those that ran as often."""
+    """Of the first row against the best of those that ran as often.
+
+    Who is best is decided in every other round and by how much in the rounds between: the quickest
+    of several equal plans is so by luck, which does not last.
+    """
     first = rows[0]
     last = [r for r in rows if len(r["seconds"]) == len(first["seconds"])]
-    best = min(last, key=lambda r: statistics.median(r["seconds"]))
-    ratios = [a / b for a, b in zip(first["seconds"], best["seconds"], strict=True)]
-    return statistics.median(ratios) - 1, best
+    best = min(last, key=lambda r: statistics.median(r["seconds"][::2]))
+    pairs = zip(first["seconds"][1::2], best["seconds"][1::2], strict=True)
+    return statistics.median(a / b for a, b in pairs) - 1, best
 
 
 def show(row: dict[str, Any], best: dict[str, Any]) -> str:

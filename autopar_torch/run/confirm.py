@@ -3,27 +3,61 @@
 from __future__ import annotations
 
 import copy
+import random
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from ..search.best import Choice, Outcome
+from ..shard.watch import between, stamp
 from ..trace import Traced
 from ..trace.call import Call
 from .materialize import full_values
 from .model import ParallelModel
+from .world import World
 
-ROUNDS = 5
+HEATS = ((3, 1.3), (6, 1.1), (10, 1.0))  # rounds so far; who is slower by that then stops
+
+
+class Runner(Protocol):
+    """Someone who steps, and notes how long each step took."""
+
+    seconds: list[float]
+
+    def timed(self) -> None: ...
+
+
+def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: World,
+         stays: Collection[int] = ()) -> list[float]:  # fmt: skip
+    """Steps in turn, the order drawn anew each round; who is far behind stops. Median seconds, on
+    the average of the ranks; all ranks must call this."""
+    for runner in runners:
+        runner.timed()
+        runner.seconds.clear()
+    running, done = list(range(len(runners))), 0
+    medians = [0.0] * len(runners)
+    for rounds, factor in heats:
+        for number in range(done, rounds):
+            for i in random.Random(number).sample(running, len(running)):
+                runners[i].timed()
+        done = rounds
+        own = [statistics.median(runner.seconds) for runner in runners]
+        medians = [statistics.mean(column) for column in zip(*world.gather(own), strict=True)]
+        limit = min(medians[i] for i in running) * factor
+        running = [i for i in running if medians[i] <= limit or i in stays]
+    return medians
 
 
 class _Trial:
     """One plan on a copy of the model, so that trying leaves no trace."""
 
-    def __init__(self, parallel: ParallelModel, choice: Choice, traced: Traced, call: Call) -> None:
+    def __init__(self, parallel: ParallelModel, choice: Choice, traced: Traced, call: Call,
+                 tensors: Sequence[Tensor]) -> None:  # fmt: skip
+        self.args, self.kwargs = call.rebuild(tensors)
         module = copy.deepcopy(parallel.module)
         world, device = parallel.world, parallel.device
         self.model = ParallelModel(module, world, device, lambda *_: None, parallel.outputs)
@@ -32,14 +66,20 @@ class _Trial:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []
 
-    def step(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
-        start = time.perf_counter()
-        out = self.model(*args, **kwargs)
+    def step(self) -> None:
+        out = self.model(*self.args, **self.kwargs)
         loss = out if isinstance(out, Tensor) else out.loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.seconds.append(time.perf_counter() - start)
+
+    def timed(self) -> None:
+        """One more step, after one that is not timed: in training they follow each other."""
+        self.step()
+        self.model.world.sum(torch.zeros((), device=self.model.device))
+        start = stamp()
+        self.step()
+        self.seconds.append(between(start, stamp()))
 
 
 def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Traced, call: Call,
@@ -48,18 +88,13 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     first = Choice(found.plan, found.step_s, found.memory_bytes)
     tried = (first, *found.others)[:count]
     state = torch.random.get_rng_state()
-    args, kwargs = call.rebuild(tensors)
-    trials = [_Trial(parallel, choice, traced, call) for choice in tried]
-    for _ in range(ROUNDS + 1):
-        for trial in trials:
-            trial.step(args, kwargs)
+    trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
+    times = race(trials, HEATS, parallel.world)
     torch.random.set_rng_state(state)
-    own = [statistics.median(trial.seconds[1:]) for trial in trials]
-    times = parallel.world.sum(torch.tensor(own, dtype=torch.float64)) / parallel.world.size
-    order = sorted(range(len(tried)), key=lambda i: float(times[i]))
+    order = sorted(range(len(tried)), key=lambda i: times[i])
     others = tuple(tried[i] for i in order[1:]) + found.others[count - 1 :]
     best = tried[order[0]]
     return msgspec.structs.replace(
         found, plan=best.plan, step_s=best.step_s, memory_bytes=best.memory_bytes, others=others,
-        measured=tuple(float(times[i]) for i in order),
+        measured=tuple(times[i] for i in order),
     )  # fmt: skip

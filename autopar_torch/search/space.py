@@ -94,7 +94,7 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
                limits: Constraints) -> Candidates:  # fmt: skip
     """Everything that fits the number of devices, blocks and rows."""
     coupled = any(kind.couples_rows for kind in graph.kinds.values())
-    found = [np.zeros((0, len(Candidate._fields)), dtype=np.int64)]
+    heads: list[tuple[int, ...]] = []
     for index, option in enumerate(options):
         rest, odd = divmod(num_devices, option.degree)
         if odd or not _allows(limits.tp, option.degree):
@@ -104,23 +104,33 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
                 continue
             dp = rest // pp
             if _allows(limits.dp, dp) and dp <= num_rows:
-                found.append(_inner(index, pp, dp, num_rows, len(graph.blocks), coupled, limits))
-    return Candidates(np.concatenate(found))
+                heads += _inner(index, pp, dp, num_rows, len(graph.blocks), coupled, limits)
+    return Candidates(_with_tails(np.array(heads, dtype=np.int64).reshape(-1, 6), limits))
 
 
 def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
-           limits: Constraints) -> NDArray[np.int64]:  # fmt: skip
-    """Micro-batches, schedule, ZeRO and recompute of one shape, all with all."""
+           limits: Constraints) -> Iterator[tuple[int, ...]]:  # fmt: skip
+    """Micro-batches and schedules of one shape."""
     counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
-    zeros = [0] if dp == 1 else [limits.zero] if limits.zero is not None else [0, 1, 2, 3]
-    heads = [(index, pp, dp, count, SCHEDULES.index(schedule), virtual)
-             for count in counts if _allows(limits.num_micro_batches, count)
-             for schedule, virtual in _schedules(pp, count, num_blocks, limits)]  # fmt: skip
-    tails = [(zero, recompute) for zero in zeros if _allows(limits.zero, zero)
-             for recompute in (False, True) if _allows(limits.recompute, recompute)]  # fmt: skip
-    ahead = np.array(heads, dtype=np.int64).reshape(-1, 6)
-    behind = np.array(tails, dtype=np.int64).reshape(-1, 2)
-    return np.hstack([ahead.repeat(len(tails), axis=0), np.tile(behind, (len(heads), 1))])
+    for count in counts:
+        if _allows(limits.num_micro_batches, count):
+            for schedule, virtual in _schedules(pp, count, num_blocks, limits):
+                yield index, pp, dp, count, SCHEDULES.index(schedule), virtual
+
+
+def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:
+    """Each with every ZeRO stage and recompute; one replica alone has nothing to share."""
+    repeats = [again for again in (False, True) if _allows(limits.recompute, again)]
+    zeros = [0, 1, 2, 3] if limits.zero is None else [limits.zero]
+    alone = [(0, again) for again in repeats if _allows(limits.zero, 0)]
+    many = [(zero, again) for zero in zeros for again in repeats]
+    tails = np.array([*alone, *many], dtype=np.int64).reshape(-1, 2)
+    single = heads[:, 2] == 1
+    lengths = np.where(single, len(alone), len(many))
+    rows = heads.repeat(lengths, axis=0)
+    begin = lengths.cumsum() - lengths - ~single * len(alone)
+    place = np.arange(len(rows)) - begin.repeat(lengths)
+    return np.hstack([rows, tails[place]])
 
 
 def _schedules(pp: int, count: int, num_blocks: int,

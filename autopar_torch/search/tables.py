@@ -209,9 +209,13 @@ class Tables:
             found: dict[Crossing, int] = {}
             which = [found.setdefault(tuple((info, self._cut(option, value))
                                             for value, info in values.items()), len(found))
-                     for values in self.graph.crossings()]  # fmt: skip
+                     for values in self._crossings]  # fmt: skip
             self._crossing[option] = list(found), which
         return self._crossing[option]
+
+    @cached_property
+    def _crossings(self) -> list[dict[str, TensorInfo]]:
+        return self.graph.crossings()
 
     @cached_property
     def _crossing(self) -> dict[int, tuple[list[Crossing], list[int]]]:

@@ -9,6 +9,7 @@ and that is all that shapes, rectangles and conversions have to know.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple, TypeGuard
 
 from ..model import ROWS
@@ -162,6 +163,7 @@ class Forms(NamedTuple):
         return f"{layouts_text(self.value)}|{layouts_text(self.grad)}"
 
 
+@lru_cache(maxsize=4096)  # few are known, each is read for many values
 def parse_forms(text: str) -> Forms:
     value, _, grad = text.partition("|")
     return Forms(parse_layouts(value), parse_layouts(grad))
