@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
+import autopar_torch as ap
 from autopar_torch import schedule as schedules
 from autopar_torch.errors import ScheduleError
 from autopar_torch.report.perfetto import export
@@ -16,6 +18,7 @@ from autopar_torch.simulate import formula
 from autopar_torch.simulate.fluid import Capacity, Task, run
 from autopar_torch.simulate.walk import walk
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
+from zoo import NanoGPT
 
 CORE = {"core": 1.0}
 
@@ -139,3 +142,20 @@ def test_a_timeline_becomes_a_perfetto_file_with_an_arrow_per_message(tmp_path: 
         4,
     )
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1, 1000, 1001}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_parameters_of_two_stages_are_summed_once_whatever_the_schedule(
+    schedule: str, zero: int
+) -> None:
+    """Their embedding is tied: its team spans both stages, which come to it in different turns."""
+    batch = {name: torch.zeros(4, 16, dtype=torch.int64) for name in ("idx", "targets")}
+    virtual = {"virtual": 2} if schedule == "interleaved" else {}
+    steps = []
+    for count in (2, 4):
+        plan = ap.Plan.uniform(pp=2, dp=2, zero=zero, schedule=schedule, num_micro_batches=count,
+                               **virtual)  # type: ignore[arg-type]  # fmt: skip
+        steps.append(ap.simulate(plan, NanoGPT(64, 32, 2, 4, 16), batch, "1x4xA100-80",
+                                 global_batch_size=4 * count).step_s)  # fmt: skip
+    assert steps[0] < steps[1] < 3 * steps[0]

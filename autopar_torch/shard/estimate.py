@@ -43,9 +43,12 @@ class _Estimate:
                 self._op(node)
             elif node.op == "output":
                 self._output(node)
-        return Piece(self.prices.rows, self.compute, 2 * self.compute, self.compute, self.compute,
-                     self.comm_forward, self.comm_backward, self.out, self.kept + self.out,
-                     self.kept + self.out, self.largest * 3, self.kept + self.out)  # fmt: skip
+        kept = self.kept + self.out
+        return Piece(
+            self.prices.rows, self.compute, 2 * self.compute, self.compute, self.compute,
+            self.comm_forward, self.comm_backward, out_bytes=self.out, kept_bytes=kept,
+            forward_bytes=kept, backward_bytes=self.largest * 3, stash_bytes=kept,
+        )  # fmt: skip
 
     def _op(self, node: fx.Node) -> None:
         choice = self.choices.get(node)

@@ -220,14 +220,14 @@ class StepTasks:
                     self._join(cost.rank, team, "gather", seconds, curve.core)
 
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
-        """Sums that this rank waits for: of all buckets, or of those complete with a block.
+        """Sums that this rank waits for: of all steady buckets, or of those complete with a block.
 
         ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
         two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.
         """
         for cost in ranks:
             for bucket in cost.buckets:
-                if bucket.op == "scatter" and block in (None, bucket.block):
+                if bucket.steady and block in (None, bucket.block):
                     seconds, core = self._packed(bucket)
                     self._join(cost.rank, bucket.ranks, "scatter",
                                seconds + self.overheads.meet_s, core)  # fmt: skip
@@ -258,7 +258,7 @@ class StepTasks:
         streams: dict[tuple[int, ...], int] = {}
         for cost in self._all_ranks():
             for bucket in cost.buckets:
-                done = bucket.op == "scatter" and self.costs.plan.zero == 3
+                done = bucket.steady and self.costs.plan.zero == 3
                 if done or len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
                     continue
                 self._bucket(bucket, streams)
