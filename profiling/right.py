@@ -3,7 +3,7 @@
     python profiling/right.py --quick          # one combination
     python profiling/right.py --json FILE      # all of them
 
-In each combination of model, batch, ranks and network `parallelize(model, confirm=4)` recommends,
+In each combination of model, batch, ranks and network `parallelize(model, confirm=8)` recommends,
 then every candidate of the search that fits is stepped in turn. Who is far behind after some rounds
 stops; the rest goes on, so the end is decided among the best. Regret: how much slower the
 recommended plan's median step is than the best one's.
@@ -78,7 +78,7 @@ def rank_main(model: str, rows: int, out: str) -> None:
     os.environ["AUTOPAR_CACHE"] = str(Path(out).parent / "cache")
     make = MODELS[model]
     net, batch = make(rows=rows)
-    chosen = ap.parallelize(net, batch, confirm=4)
+    chosen = ap.parallelize(net, batch, confirm=8)
     call, tensors = take_apart((), batch)
     traced = chosen.retrace(call, True, ("loss",))
     cluster = cluster_of(chosen.world)

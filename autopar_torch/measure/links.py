@@ -197,8 +197,9 @@ class Lines:
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
     def round(self) -> None:
-        """Each in turn, everyone else idle; but whoever shares a core with it computes, as it does
-        when stages of a pipeline share cores."""
+        """Each in turn, everyone else idle; but whoever shares a core with two that exchange
+        messages computes, as stages of a pipeline do that share cores. Sums come at the end of a
+        step, when there is less and less to compute."""
         for line in self.lines.values():
             line.round()
             if self.places.size > 1:
@@ -209,7 +210,11 @@ class Lines:
 
     def _disturbs(self, line: Line) -> bool:
         own = self.cluster.core(self.places.rank)
-        return line.axis is None and own in {self.cluster.core(rank) for rank in line.ranks}
+        return (
+            line.op == "send"
+            and line.axis is None
+            and own in {self.cluster.core(rank) for rank in line.ranks}
+        )
 
     def forget(self) -> None:
         for line in self.lines.values():

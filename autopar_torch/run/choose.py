@@ -22,7 +22,7 @@ from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
-from ..search.best import SAFETY, Choice, Outcome, search
+from ..search.best import KEPT, SAFETY, Choice, Outcome, search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
 from ..simulate import simulate
@@ -37,6 +37,7 @@ from .world import World
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
+KEPT_SHARING = 64  # where ranks share cores, the engine knows better than the formula who is good
 QUICK_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 30
 MOST_NAMES = 3  # of what is too uncertain
 DRAWS = 7  # of steps whose times vary as measured
@@ -71,7 +72,8 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) ->
     Where nothing was measured and nobody shares, the engine would only repeat the formula. What the
     formula took to fit, the engine may find too large: then the search is asked for less.
     """
-    result = search(graph, known.options, lookup(known.profile), num_rows, limits)
+    kept = KEPT if known.profile.cluster.ranks_per_core == 1 else KEPT_SHARING
+    result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=kept)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
         choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
@@ -82,7 +84,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) ->
             return best(graph, known, num_rows, less)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
-    first, *others = choices
+    first, *others = choices[: KEPT + 1]
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -69,12 +70,27 @@ class Pricer:
 
     def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
         pipe = self.pipeline(borders)
-        c = self.candidate
-        stops = self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
-        stages = list(pairwise(borders))
-        last = max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
+        last = self.summed(pipe, borders)
+        if self.tables.cluster.ranks_per_core > 1:
+            last = max(last, self._most_on_a_core(pipe))
         memory = self.peak(borders) if memory_bytes is None else memory_bytes
-        return Found(float(self.outside_of(borders) + last), memory, c, borders)
+        return Found(float(self.outside_of(borders) + last), memory, self.candidate, borders)
+
+    def summed(self, pipe: Pipeline, borders: tuple[int, ...]) -> float:
+        """When all gradients are there and summed, each rank on a core of its own."""
+        c, stages = self.candidate, list(pairwise(borders))
+        stops = self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
+        return max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
+
+    def _most_on_a_core(self, pipe: Pipeline) -> float:
+        """Ranks on one core compute one after another, whatever the schedule says."""
+        c, cluster = self.candidate, self.tables.cluster
+        both = (pipe.input, pipe.weight) if c.schedule == "zero_bubble" else (pipe.backward,)
+        busy = [c.micro_batches * sum(stage) for stage in zip(pipe.forward, *both, strict=True)]
+        cores: defaultdict[int, float] = defaultdict(float)
+        for rank in range(cluster.num_devices):
+            cores[cluster.core(rank)] += sum(busy[rank // self.tp % c.pp :: c.pp])
+        return max(cores.values())
 
     def peak(self, borders: Sequence[int]) -> float:
         stages = list(pairwise(borders))

@@ -67,7 +67,7 @@ def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
     found, pipe = pricer.price(borders), pricer.pipeline(borders)
     split = c.schedule == "zero_bubble"
     stops = pricer.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
-    outside = pricer.outside_of(borders)
+    outside, summed = pricer.outside_of(borders), pricer.summed(pipe, borders)
     work = (pipe.forward, pipe.input, pipe.weight) if split else (pipe.forward, pipe.backward)
     turns = [sum(sum(part[k :: c.pp]) for part in work) for k in range(c.pp)]
     busiest = max(range(c.pp), key=turns.__getitem__)
@@ -76,7 +76,8 @@ def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
     return {
         "computing": busy - exchange, "exchange in tensor groups": exchange,
         "waiting in the pipeline": max(stops) - busy,
-        "gradient sums": found.step_s - outside - max(stops), "gathers and update": outside,
+        "gradient sums": summed - max(stops), "gathers and update": outside,
+        "waiting for the core": found.step_s - outside - summed,
     }  # fmt: skip
 
 
