@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import statistics
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -20,7 +22,8 @@ from .materialize import full_values
 from .model import ParallelModel
 from .world import World
 
-HEATS = ((3, 1.3), (6, 1.1), (10, 1.0))  # rounds so far; who is slower by that then stops
+HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.0))  # rounds; who is slower by that then stops
+ENOUGH_S = 20.0  # then no further heat begins
 
 
 class Runner(Protocol):
@@ -32,9 +35,10 @@ class Runner(Protocol):
 
 
 def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: World,
-         stays: Collection[int] = ()) -> list[float]:  # fmt: skip
+         stays: Collection[int] = (), enough_s: float = math.inf) -> list[float]:  # fmt: skip
     """Steps in turn, the order drawn anew each round; who is far behind stops. Median seconds, on
     the average of the ranks; all ranks must call this."""
+    begin = time.perf_counter()
     for runner in runners:
         runner.timed()
         runner.seconds.clear()
@@ -49,6 +53,8 @@ def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: W
         medians = [statistics.mean(column) for column in zip(*world.gather(own), strict=True)]
         limit = min(medians[i] for i in running) * factor
         running = [i for i in running if medians[i] <= limit or i in stays]
+        if max(world.gather(time.perf_counter() - begin)) > enough_s:
+            break
     return medians
 
 
@@ -89,9 +95,9 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     tried = (first, *found.others)[:count]
     state = torch.random.get_rng_state()
     trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
-    times = race(trials, HEATS, parallel.world)
+    times = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
     torch.random.set_rng_state(state)
-    order = sorted(range(len(tried)), key=lambda i: times[i])
+    order = sorted(range(len(tried)), key=lambda i: (-len(trials[i].seconds), times[i]))
     others = tuple(tried[i] for i in order[1:]) + found.others[count - 1 :]
     best = tried[order[0]]
     return msgspec.structs.replace(
