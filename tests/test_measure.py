@@ -17,7 +17,9 @@ from autopar_torch.errors import ProfileError
 from autopar_torch.measure.samples import Sample
 from autopar_torch.profile import Profile
 from autopar_torch.run import choose
+from autopar_torch.run.confirm import race
 from autopar_torch.run.observe import session
+from autopar_torch.run.world import World
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
 
@@ -170,3 +172,56 @@ def test_a_session_wants_two_rounds_and_names_what_varies_too_much() -> None:
     runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]
     assert any(name.startswith(runner.need.kind) for name in found.noise())
     assert found.profile().noise == found.noise()
+
+
+class Paced:
+    """A runner whose steps all take as long."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.seconds: list[float] = []
+
+    def timed(self) -> None:
+        self.seconds.append(self.step_s)
+
+
+def test_who_is_far_behind_after_a_heat_steps_no_more() -> None:
+    runners = [Paced(1.5), Paced(1.0), Paced(1.05), Paced(2.0)]
+    medians = race(runners, ((2, 1.3), (5, 1.02), (8, 1.0)), World(0, 1), stays=(3,))
+    assert [len(runner.seconds) for runner in runners] == [2, 8, 5, 8]
+    assert medians == [runner.step_s for runner in runners]
+
+
+def test_no_heat_begins_after_enough_seconds() -> None:
+    runners = [Paced(1.0), Paced(1.0)]
+    race(runners, ((2, 1.3), (5, 1.3)), World(0, 1), enough_s=0.0)
+    assert [len(runner.seconds) for runner in runners] == [2, 2]
+
+
+def confirmed(cache: str) -> dict[str, Any]:
+    """On a rank: what the clock chose of three plans, and losses after that."""
+    os.environ["AUTOPAR_CACHE"] = cache
+    torch.set_num_threads(1)
+    model, batch = gpt(width=64, layers=2)
+    plain, _ = gpt(width=64, layers=2)
+    chosen = ap.parallelize(model, batch, confirm=3)
+    optimizer = torch.optim.SGD(chosen.parameters(), lr=0.1)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        pair = chosen(**batch), plain(**batch)[1]
+        for loss, steps in zip(pair, (optimizer, own), strict=True):
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+        losses.append([float(loss) for loss in pair])
+    return {"plan": chosen.plan.describe(), "measured": chosen.found.measured, "losses": losses}
+
+
+@pytest.mark.slow
+def test_trying_plans_leaves_no_trace_and_all_ranks_take_the_same(tmp_path: Path) -> None:
+    one, other = run_ranks(2, "test_measure:confirmed", str(tmp_path))
+    assert one == other
+    assert len(one["measured"]) == 3 and min(one["measured"]) > 0
+    for ours, alone in one["losses"]:
+        assert ours == pytest.approx(alone, rel=1e-5)

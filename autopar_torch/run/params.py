@@ -7,12 +7,13 @@ The user's Parameter objects keep their identity and hold this rank's part. Bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from ..model import ModelGraph
 from ..plan import Plan
@@ -276,17 +277,19 @@ class Bucket:
             return
         arrive(self.works)
         flat = cast(Tensor, self.flat if self.got is None else self.got.sum(0))
-        for held, summed in zip(self.helds, flat.split(self.sizes), strict=True):
-            _add(into, held.name, self._shaped(held, summed, store))
+        for held, summed in zip(self.helds, self._parts(flat, store), strict=True):
+            _add(into, held.name, summed)
         self.flat = self.got = None
         self.works = []
 
-    def _shaped(self, held: Held, flat: Tensor, store: ParamStore) -> Tensor:
+    def _parts(self, flat: Tensor, store: ParamStore) -> Sequence[Tensor]:
+        """The sum of every parameter, in its shape."""
+        if not (self.zero or self.mixed):  # the usual case, in one call
+            return _unflatten_dense_tensors(flat, [held.tensor for held in self.helds])
+        pairs = zip(self.helds, flat.split(self.sizes), strict=True)
         if self.mixed:
-            return store.cut(held, flat.view(held.shape))
-        if self.zero:
-            flat = flat[: held.tensor.numel()]
-        return flat.view(held.tensor.shape)
+            return [store.cut(held, part.view(held.shape)) for held, part in pairs]
+        return [part[: held.tensor.numel()].view(held.tensor.shape) for held, part in pairs]
 
 
 def _taken(held: Held) -> Tensor:
