@@ -348,8 +348,10 @@ class Reducer:
         self.last = False
         self.per_micro_batch = False
         joint = [bucket for bucket in self.buckets if bucket.axis is not None]
+        chain = any(len(replica.stages) > 1 for replica in store.plan.replicas)
         for held in (held for bucket in joint for held in bucket.helds):
-            if len(joint) > 1 or store.gathers_per_use(held):  # one alone starts at the end anyway
+            # One alone starts with the end of the backward, which without stages ends the step.
+            if chain or len(joint) > 1 or store.gathers_per_use(held):
                 held.leaf.register_post_accumulate_grad_hook(self._hook(held))
 
     def _hook(self, held: Held) -> Callable[[Tensor], None]:
