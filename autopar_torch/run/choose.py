@@ -84,7 +84,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) ->
             return best(graph, known, num_rows, less)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
-    first, *others = choices[: KEPT + 1]
+    first, *others = choices[:KEPT]
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))

@@ -23,7 +23,7 @@ from .misses import nothing_fits
 from .space import Candidate, Candidates, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
 
-KEPT = 8  # runners-up
+KEPT = 8  # plans, the best among them
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
 FIRST = 512  # candidates whose bound of time is worked out at first; then ever twice as many
 NEAR = 16  # candidates that are looked at for the nearest miss

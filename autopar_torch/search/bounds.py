@@ -95,6 +95,11 @@ class _Space:
                               for size in leaf[self.option[i]]]  # fmt: skip
         return table[which]
 
+    def backward(self) -> Array:
+        """Candidate x program: seconds of a whole backward, both parts where it is split."""
+        parts = self.costs[:, :, INPUT] + self.costs[:, :, WEIGHT]
+        return np.where(self.split[:, None], parts, self.costs[:, :, BACKWARD])
+
     def least(self, option: int, values: Array) -> Array:
         """Per program: the least of its blocks (parameters that are shared count only once)."""
         keys, which = self.tables.programs[option]
@@ -121,9 +126,8 @@ class Bounded:
     def average(self) -> Array:
         """Seconds that the average position of the possible ones is busy: a rough bound."""
         space = self.space
-        both = np.where(space.split[:, None], space.costs[:, :, INPUT] + space.costs[:, :, WEIGHT],
-                        space.costs[:, :, BACKWARD])  # fmt: skip
-        total = (space.counts * (space.costs[:, :, FORWARD] + both)).sum(axis=1)
+        work = space.costs[:, :, FORWARD] + space.backward()
+        total = (space.counts * work).sum(axis=1)
         return (space.count * total / space.pp / ROUNDING)[self.possible]
 
     def seconds(self, chosen: Ints) -> Array:
@@ -169,9 +173,7 @@ def _pipeline(space: _Space) -> Array:
     counts, costs, split = space.counts, space.costs, space.split
     least, most = _per_micro_batch(space)
     forward = costs[:, :, FORWARD]
-    other = np.where(split[:, None], costs[:, :, INPUT] + costs[:, :, WEIGHT],
-                     costs[:, :, BACKWARD])  # fmt: skip
-    work = forward + other + least
+    work = forward + space.backward() + least
     extra_f, extra = over.action_s + over.micro_batch_s, 2 * over.action_s + over.micro_batch_s
     stages = p * space.virtual
     total = (counts * work).sum(axis=1) + stages * extra
