@@ -14,9 +14,10 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+import autopar_torch
 from autopar_torch.cluster import GPU, NVLINK
 from autopar_torch.model import ROWS
-from autopar_torch.plan import Sharding
+from autopar_torch.plan import Plan, Sharding
 from autopar_torch.shard.eliminate import eliminate, minimum
 from autopar_torch.shard.layout import (
     Split,
@@ -189,3 +190,34 @@ def test_a_pinned_split_that_is_illegal_is_never_chosen() -> None:
     chain = [tables[b.kind] for b in blocks]
     for found in solve_chain(blocks, chain, frozenset(traced.graph.outputs.values())):
         assert all("S" not in text for text in found.ops.values())
+
+
+class Scored(nn.Module):
+    """A classifier whose scores nothing reads but the loss, or whose last op's backward does."""
+
+    def __init__(self, saturates: bool) -> None:
+        super().__init__()
+        self.fc, self.saturates = nn.Linear(6, 5), saturates
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.fc(x)
+        scores = torch.tanh(scores) if self.saturates else scores
+        return {"loss": nn.functional.cross_entropy(scores.view(-1, 5), y), "scores": scores}
+
+
+@pytest.mark.parametrize(("saturates", "outputs", "free"), [
+    (False, (), True), (True, (), False), (False, ("scores",), False),
+])  # fmt: skip
+def test_a_loss_writes_over_scores_only_where_nothing_else_needs_them(
+    saturates: bool, outputs: tuple[str, ...], free: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x, y = Scored(saturates), torch.randn(8, 6), torch.arange(8) % 5
+    model(x, y)["loss"].backward()
+    wanted = model.fc.weight.grad
+    model.zero_grad()
+    parallel = autopar_torch.parallelize(model, plan=Plan.uniform(), outputs=outputs)
+    result = parallel(x, y)
+    (result["loss"] if outputs else result).backward()
+    torch.testing.assert_close(model.fc.weight.grad, wanted)
+    assert ("overwrite" in parallel.explain("")) == free

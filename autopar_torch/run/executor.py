@@ -18,6 +18,7 @@ from .stage import StageRunner, Values
 from .world import World
 
 Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
+Share = Callable[[dict[int, Values]], None]  # micro-batch -> outputs, if this rank computes them
 _TAGS = 4096  # values per message, so that every message has a tag of its own
 
 
@@ -104,21 +105,25 @@ class Executor:
         self.results: dict[int, Values] = {}
 
     def run(self, schedule: Schedule, position: int, rows: Sequence[tuple[int, int]],
-            context: Context, train: bool) -> dict[int, Values]:  # fmt: skip
-        """Micro-batch -> outputs, on the ranks of the last stage."""
+            context: Context, train: bool, share: Share) -> None:  # fmt: skip
+        """`share` is called once, as soon as the outputs of all micro-batches are known."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
         self.acknowledged = acknowledged(schedule)
         self.lasts = _last_backwards(actions)
+        known = _outputs_known(actions)
         for index, action in enumerate(actions):
+            if index == known:
+                share(self.results)
             self._look_ahead(actions, index)
             if self.recorder is SILENT:
                 self._do(action)
             else:
                 self._recorded(action)
+        if known == len(actions):
+            share(self.results)
         with self.recorder.exchanging("sent"):
             self.mail.finish()
-        return self.results
 
     def _recorded(self, action: Action) -> None:
         receives = action.op in (Op.RECV_F, Op.RECV_B)
@@ -205,3 +210,11 @@ def _last_backwards(actions: Sequence[Action]) -> set[Action]:
     """The last backward of every stage."""
     last = {a.stage: a for a in actions if a.op is Op.B}
     return set(last.values())
+
+
+def _outputs_known(actions: Sequence[Action]) -> int:
+    """Where in the list the last stage is sure to have done all forwards: before any stage's last
+    backward, so before any sum of gradients that may wait for a rank which still waits for others.
+    """
+    lasts = {a.stage: index for index, a in enumerate(actions) if a.op in (Op.B, Op.I)}
+    return min(lasts.values(), default=len(actions))

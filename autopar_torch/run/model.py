@@ -13,6 +13,7 @@ from .. import files, schedule as schedules
 from ..errors import RunError
 from ..plan import Plan
 from ..search.best import Outcome
+from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
@@ -168,12 +169,19 @@ class ParallelModel(nn.Module):
         mail = Mail(self.world, replica, self.device)
         executor = Executor(program.stages, replica, mail, self.reducer if train else None,
                             self.recorder)  # fmt: skip
-        parts = executor.run(actions, position, rows, context, train)
+        values: dict[str, Tensor] = {}
+        sums: list[Any] = []
+
+        def share(parts: dict[int, dict[str, Tensor]]) -> None:
+            values.update(self._outputs(program, parts, rows, call.num_rows))
+            sums.extend(work for x in values.values() for work in self.world.start_sum(x))
+
+        executor.run(actions, position, rows, context, train, share)
         if train:
             with self.recorder.computing("pack"):
                 self.reducer.launch_rest()
         with self.recorder.exchanging("outputs"):
-            values = self._collect(program, parts, rows, call.num_rows)
+            arrive(sums)
         if train:
             grads = self._finish_grads()
             values["loss"] = _hand_over(self._anchor, values["loss"], grads)
@@ -206,18 +214,18 @@ class ParallelModel(nn.Module):
             sums = self.reducer.finish()
         return [(self.store.held[name].tensor, grad) for name, grad in sums.items()]
 
-    def _collect(self, program: Program, parts: dict[int, dict[str, Tensor]],
+    def _outputs(self, program: Program, parts: dict[int, dict[str, Tensor]],
                  rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
-        """Outputs of the whole batch on every rank: everyone adds what only it has."""
+        """This rank's addends of the outputs of the whole batch: what only it has."""
         stage = self.plan.replicas[self.replica].stages[-1]
         speaks = stage.devices[0] == self.world.rank
         return {
-            name: self._gathered(program, name, parts if speaks else {}, rows, num_rows)
+            name: self._addend(program, name, parts if speaks else {}, rows, num_rows)
             for name in program.traced.outputs
         }
 
-    def _gathered(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
-                  rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip
+    def _addend(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
+                rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip
         info = state.output_info(program.traced, name)
         full = torch.zeros(info.at(num_rows), dtype=getattr(torch, info.dtype), device=self.device)
         per_row = info.at(2)[0] - info.at(1)[0] if info.shape else 0
@@ -230,7 +238,7 @@ class ParallelModel(nn.Module):
                 full += value
             elif start == 0:
                 full.copy_(value)
-        return self.world.sum(full)
+        return full
 
     # --- what training scripts use ----------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import RunError
 from ..plan import Stage
-from ..shard.collectives import Axis
+from ..shard.collectives import Axis, arrive
 from ..shard.holdings import axis_ranks, place_in
 from . import transport
 
@@ -130,9 +130,12 @@ class World:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(x)
+        arrive(self.start_sum(x))
         return x
+
+    def start_sum(self, x: Tensor) -> list[Any]:
+        """What to wait for until x is its sum over all ranks."""
+        return [dist.all_reduce(x, async_op=True)] if self.size > 1 else []
 
     def agree(self, data: bytes) -> bytes:
         """Rank 0's bytes on every rank."""

@@ -16,6 +16,8 @@ from .parts import Frame, inside, join, overlap, padded, piece
 from .price import Move
 from .watch import heard
 
+_LONG = 2**22  # elements
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -90,10 +92,10 @@ def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tenso
 
 
 def start_sum(x: Tensor, axis: Axis) -> list[Any]:
-    """An all-reduce under way. Gloo is quicker with several messages at once."""
-    several = dist.get_backend(axis.group) == "gloo" and x.numel() >= 2**20
+    """An all-reduce under way. Gloo, which has two threads, is quicker with halves of a long one."""
+    halves = dist.get_backend(axis.group) == "gloo" and x.numel() >= _LONG
     return [dist.all_reduce(piece, group=axis.group, async_op=True)
-            for piece in x.view(-1).chunk(4 if several else 1)]  # fmt: skip
+            for piece in x.view(-1).chunk(1 + halves)]  # fmt: skip
 
 
 def reduce_scatter(x: Tensor, target: Cut, axis: Axis) -> Tensor:
@@ -251,9 +253,11 @@ class VocabCrossEntropy(nn.Module):
         super().__init__()
         self.owner, self.ignore_index = owner, ignore_index
 
-    def forward(self, logits: Tensor, target: Tensor, denominator: Tensor | None) -> Tensor:
+    def forward(self, logits: Tensor, target: Tensor, denominator: Tensor | None,
+                overwrite: bool = False) -> Tensor:  # fmt: skip
         start = self.owner.start(logits.shape[1])
-        total = sum_cross_entropy(logits, target, self.ignore_index, start, self.owner.reduce)
+        total = sum_cross_entropy(logits, target, self.ignore_index, start, self.owner.reduce,
+                                  overwrite)  # fmt: skip
         return total if denominator is None else total / denominator
 
 

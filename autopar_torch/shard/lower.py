@@ -231,8 +231,8 @@ class Lowering:
             pad = node.args[2] if len(node.args) > 2 else -1
             target = self._module("vocab_embedding", VocabEmbedding(owner, pad))  # type: ignore[arg-type]
             return self.graph.call_module(target, (ready[node.args[0]], ready[node.args[1]]))  # type: ignore[index]
-        if choice is not None and name == "cross_entropy" and Split(1) in choice.ins[0].value:
-            return self._vocab_loss(node, choice, ready)
+        if name == "cross_entropy":
+            return self._loss(node, choice, ready)
         if choice is not None and PARTIAL in choice.out and name in _BIAS:
             return self._with_scaled_bias(node, choice, ready)
         if self.defer and name == "linear":
@@ -258,6 +258,15 @@ class Lowering:
 
     def _owner(self, layouts: Layouts, which: Layout) -> VocabPart:
         return VocabPart(tuple(a for a, x in zip(self.axes, layouts, strict=True) if x == which))
+
+    def _loss(self, node: fx.Node, choice: Choice | None, ready: Ready) -> fx.Node:
+        if choice is not None and Split(1) in choice.ins[0].value:
+            new = self._vocab_loss(node, choice, ready)
+        else:
+            new = self._plain(node, choice, ready)
+        if _is_read_once(cast(fx.Node, node.args[0])):
+            new.kwargs = {"overwrite": True}
+        return new
 
     def _vocab_loss(self, node: fx.Node, choice: Choice,
                     ready: dict[fx.Node, fx.Node]) -> fx.Node:  # fmt: skip
@@ -305,6 +314,18 @@ def _is_random(node: fx.Node) -> bool:
     if op_name(node) == "scaled_dot_product_attention":
         return bool(Op(node).arg(4, "dropout_p", 0.0))
     return op_name(node) in ("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
+
+
+_PASSING = ("view", "reshape", "_unsafe_view", "slice", "to", "contiguous", "flatten", "alias")
+_FORGOTTEN = ("linear", "matmul", "mm", "addmm", "add", "mul", "div")  # backward needs no result
+
+
+def _is_read_once(node: fx.Node) -> bool:
+    """Whether a value was made here for one reader, which may then write over it."""
+    while len(node.users) == 1 and op_name(node) in _PASSING:
+        node = cast(fx.Node, node.args[0])
+    made = node.op == "call_function" and op_name(node) in _FORGOTTEN
+    return made and len(node.users) == 1
 
 
 def _verb(step: Move) -> str:

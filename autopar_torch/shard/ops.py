@@ -21,11 +21,11 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 
 
 def cross_entropy(logits: Tensor, target: Tensor, denominator: Tensor | None,
-                  weight: Tensor | None, ignore_index: int,
-                  smoothing: float) -> Tensor:  # fmt: skip
+                  weight: Tensor | None, ignore_index: int, smoothing: float,
+                  overwrite: bool = False) -> Tensor:  # fmt: skip
     """This part's share of the mean over the whole batch."""
     if weight is None and smoothing == 0.0 and logits.dim() == 2 and logits.dtype == torch.float32:
-        total = sum_cross_entropy(logits, target, ignore_index)
+        total = sum_cross_entropy(logits, target, ignore_index, overwrite=overwrite)
     else:
         total = F.cross_entropy(logits, target, weight, reduction="sum", ignore_index=ignore_index,
                                 label_smoothing=smoothing)  # fmt: skip
@@ -36,25 +36,26 @@ Reduce = Callable[[Tensor, Any], Tensor]
 
 
 def sum_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, start: int = 0,
-                      reduce: Reduce | None = None) -> Tensor:  # fmt: skip
+                      reduce: Reduce | None = None, overwrite: bool = False) -> Tensor:  # fmt: skip
     """Sum of cross-entropies in fewer passes over the logits than softmax and loss apart.
 
     The logits may be those of classes start, start+1, ... only; `reduce` then joins the ranks.
+    Where nothing else reads them, they need no copy: `overwrite`.
     """
-    return cast(Tensor, _SumLoss.apply(logits, target, ignore_index, start, reduce))
+    return cast(Tensor, _SumLoss.apply(logits, target, ignore_index, start, reduce, overwrite))
 
 
 class _SumLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore: int, start: int,
-                reduce: Reduce | None) -> Tensor:  # fmt: skip
+                reduce: Reduce | None, overwrite: bool) -> Tensor:  # fmt: skip
         join = reduce or (lambda x, _: x)
         real = target != ignore
         local = target - start
         mine = real & (local >= 0) & (local < logits.shape[1])
         column = torch.where(mine, local, 0)[:, None]
         top = join(logits.detach().amax(1), dist.ReduceOp.MAX)
-        powers = logits - top[:, None]
+        powers = logits.detach().sub_(top[:, None]) if overwrite else logits - top[:, None]
         hit = join(powers.gather(1, column)[:, 0].masked_fill(~mine, 0.0), dist.ReduceOp.SUM)
         norm = join(powers.exp_().sum(1), dist.ReduceOp.SUM)
         ctx.save_for_backward(powers, norm, column, mine, real)
@@ -65,7 +66,7 @@ class _SumLoss(torch.autograd.Function):
         powers, norm, column, mine, real = ctx.saved_tensors
         powers.mul_((real * grads[0] / norm)[:, None])  # in place: a step runs backward once
         powers.scatter_add_(1, column, -(mine * grads[0])[:, None])
-        return powers, None, None, None, None
+        return powers, None, None, None, None, None
 
 
 def mean_over_rows(values: Tensor, denominator: Tensor) -> Tensor:
