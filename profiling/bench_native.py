@@ -1,14 +1,16 @@
 """One model, the same degrees: built by hand from torch's own parts, timed against this library.
 
 Two ranks on the CPU (Gloo).  Both sides of a case live in one process and their steps are
-interleaved, so the machine's drift cancels in the paired ratios:
+interleaved, so the machine's drift cancels in the paired ratios; and both are built anew several
+times, one first and then the other, since where their tensors happen to lie is worth some percent:
 
     torchrun --standalone --nproc-per-node 2 profiling/bench_native.py [--quick] [--json FILE]
-        [--only tp2,pp2,dp2,zero3] [--native-only]
+        [--only tp2,pp2,pp2zb,dp2,zero3] [--native-only]
 
 A step is forward, backward and AdamW on a fixed global batch; it returns the global loss on every
 rank.  Ratios are ours / native (below 1 is better for us); the exit status is 0 only if every
 median time ratio and every memory ratio is at most 1 and both sides gave the same losses.
+In pp2zb, torch's own 1F1B meets our zero-bubble schedule: the degrees are equal, the schedules not.
 With --native-only nothing is compared, and the status says only that every case ran.
 """
 
@@ -49,8 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar_torch.measure.bytes import recorded
 
-CASES = ("tp2", "pp2", "dp2", "zero3")
-WORLD, MICRO_BATCHES, MEMORY_STEPS = 2, 4, 3
+CASES = ("tp2", "pp2", "pp2zb", "dp2", "zero3")
+WORLD, MICRO_BATCHES, MEMORY_STEPS, WARM_UPS = 2, 4, 3, 3
 LEARNING_RATE, TOLERANCE = 1e-4, 1e-4
 
 
@@ -271,7 +273,7 @@ def native(case: str, sizes: Sizes) -> Side:
     mesh = init_device_mesh("cpu", (WORLD,))
     if case == "tp2":
         return NativeTensor(sizes, mesh)
-    if case == "pp2":
+    if case.startswith("pp2"):
         return NativePipeline(sizes, mesh)
     return NativeData(sizes, mesh, sharded=case == "zero3")
 
@@ -300,6 +302,7 @@ def ours(case: str, sizes: Sizes) -> Side:
     degrees: dict[str, dict[str, Any]] = {
         "tp2": {"tp": 2},
         "pp2": {"pp": 2, "num_micro_batches": MICRO_BATCHES, "schedule": "1f1b"},
+        "pp2zb": {"pp": 2, "num_micro_batches": MICRO_BATCHES, "schedule": "zero_bubble"},
         "dp2": {"dp": 2},
         "zero3": {"dp": 2, "zero": 3},
     }
@@ -374,8 +377,9 @@ class TensorPeak:
 
 
 @dataclass
-class Built:
-    side: Side
+class Looked:
+    """What two steps gave, and what memory they took."""
+
     losses: tuple[float, float]
     kept_mib: list[float]
     peak_mib: list[float]
@@ -410,7 +414,7 @@ def over_ranks(value: float) -> list[float]:
     return [float(one) for one in every]
 
 
-def build(make: Callable[[], Side]) -> Built:
+def looked_at(make: Callable[[], Side]) -> Looked:
     """Build a side, take its first two steps, and a few more for its memory."""
     with TensorPeak() as memory:
         side = make()
@@ -419,8 +423,15 @@ def build(make: Callable[[], Side]) -> Built:
         for _ in range(MEMORY_STEPS):
             side.step()
     kept, peak = (over_ranks(n / 2**20) for n in (memory.kept, memory.peak))
-    side.step()
-    return Built(side, losses, kept, peak)
+    return Looked(losses, kept, peak)
+
+
+def built(make: Callable[[], Side]) -> Side:
+    """A side that runs as a user's would, nothing recorded."""
+    side = make()
+    for _ in range(WARM_UPS):
+        side.step()
+    return side
 
 
 def timed_ms(side: Side) -> float:
@@ -431,13 +442,16 @@ def timed_ms(side: Side) -> float:
     return max(over_ranks((time.perf_counter() - begin) * 1e3))
 
 
-def interleave(sides: dict[str, Built], rounds: int) -> dict[str, list[float]]:
-    """Each round times every side once; the order alternates from round to round."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    gc.collect()
-    for i in range(rounds):
-        for name in sorted(sides, reverse=bool(i % 2)):
-            times[name].append(timed_ms(sides[name].side))
+def interleave(makers: dict[str, Callable[[], Side]], builds: int,
+               rounds: int) -> dict[str, list[float]]:  # fmt: skip
+    """Each round times every side once; the order alternates, in builds as in rounds."""
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for k in range(builds):
+        sides = {name: built(makers[name]) for name in sorted(makers, reverse=bool(k % 2))}
+        gc.collect()
+        for i in range(rounds):
+            for name in sorted(sides, reverse=bool(i % 2)):
+                times[name].append(timed_ms(sides[name]))
     return times
 
 
@@ -449,7 +463,7 @@ def bootstrap(values: list[float], resamples: int = 2000) -> tuple[float, float]
     return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
 
 
-def loss_difference(sides: dict[str, Built]) -> float:
+def loss_difference(sides: dict[str, Looked]) -> float:
     """The largest relative difference to the native losses, over both steps and all ranks."""
     good = sides["native"].losses
     pairs = [(a, b) for s in sides.values() for a, b in zip(s.losses, good, strict=True)]
@@ -464,19 +478,20 @@ def compare(row: Row, times: dict[str, list[float]]) -> None:
     row.memory_ratio = max(row.peak_mib["ours"]) / max(row.peak_mib["native"])
 
 
-def measure(case: str, sizes: Sizes, rounds: int, native_only: bool) -> Row:
-    makers = {"native": native} if native_only else {"native": native, "ours": ours}
-    sides = {name: build(partial(make, case, sizes)) for name, make in makers.items()}
+def measure(case: str, sizes: Sizes, builds: int, rounds: int, native_only: bool) -> Row:
+    both = {"native": native} if native_only else {"native": native, "ours": ours}
+    makers = {name: partial(make, case, sizes) for name, make in both.items()}
+    seen = {name: looked_at(make) for name, make in makers.items()}
     row = Row(
         case,
-        losses={name: built.losses for name, built in sides.items()},
-        kept_mib={name: built.kept_mib for name, built in sides.items()},
-        peak_mib={name: built.peak_mib for name, built in sides.items()},
-        loss_difference=loss_difference(sides),
+        losses={name: one.losses for name, one in seen.items()},
+        kept_mib={name: one.kept_mib for name, one in seen.items()},
+        peak_mib={name: one.peak_mib for name, one in seen.items()},
+        loss_difference=loss_difference(seen),
     )
     if not row.loss_difference <= TOLERANCE:
         return row
-    times = interleave(sides, rounds)
+    times = interleave(makers, builds, rounds)
     row.ms = {name: statistics.median(values) for name, values in times.items()}
     if not native_only:
         compare(row, times)
@@ -516,11 +531,14 @@ def figures(rows: list[Row]) -> str:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="ours against torch's own parts, by hand")
-    parser.add_argument("--quick", action="store_true", help="a smaller model, 12 rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller model, 2 builds of 6 rounds"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--only", default=",".join(CASES), help="a comma-separated part of them")
     parser.add_argument("--native-only", action="store_true", help="leave our library out")
-    parser.add_argument("--rounds", type=int, help="default 40, with --quick 12")
+    parser.add_argument("--builds", type=int, help="default 5, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="of every build: default 12, with --quick 6")
     args = parser.parse_args()
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(CASES):
@@ -529,10 +547,11 @@ def options() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    sizes, rounds = (QUICK, 12) if args.quick else (Sizes(), 40)
+    sizes, builds, rounds = (QUICK, 2, 6) if args.quick else (Sizes(), 5, 12)
+    builds, rounds = args.builds or builds, args.rounds or rounds
     rows = []
     for case in args.only:
-        rows.append(measure(case, sizes, args.rounds or rounds, args.native_only))
+        rows.append(measure(case, sizes, builds, rounds, args.native_only))
         gc.collect()
         if dist.get_rank() == 0:
             print(show(rows[-1]), flush=True)

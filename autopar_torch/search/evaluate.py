@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profile import Curve
-from ..shard.reduction import BUCKET_BYTES
+from ..shard.reduction import bucket_bytes
 from ..simulate.formula import Pipeline
 from .memory import Memory
 from .space import Candidate
@@ -146,10 +146,11 @@ class Pricer:
         first, end = stage
         starts = self.work[_BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
+        full = bucket_bytes(sum(sizes) * c.virtual)
         done = size = 0.0
         for i in range(end - first - 1, -1, -1):
             size += sizes[i]
-            if size and (c.zero >= 2 or size >= BUCKET_BYTES or i == 0):
+            if size and (c.zero >= 2 or size >= full or i == 0):
                 ready = stop - (starts[i] - starts[0])
                 done = max(done, ready) + bucket_seconds(curve, size, self.tables)
                 size = 0.0

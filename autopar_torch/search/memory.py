@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..shard.reduction import BUCKET_BYTES
+from ..shard.reduction import bucket_bytes
 from .space import Candidate
 from .tables import Array, Blocks, Params
 
@@ -54,9 +54,9 @@ class Memory:
         if c.dp == 1:
             return trained + 2 * largest
         if not c.zero:
-            return trained + max(2 * largest, min(trained, largest + BUCKET_BYTES))
+            return trained + max(2 * largest, min(trained, largest + bucket_bytes(trained)))
         if c.zero == 1:
-            return 2 * trained + min(trained / c.dp, BUCKET_BYTES)
+            return 2 * trained + min(trained / c.dp, bucket_bytes(trained))
         return 2 * trained + largest / c.dp + (trained / c.dp if self.again else 0.0)
 
     def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:

@@ -92,7 +92,7 @@ def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tenso
 
 
 def start_sum(x: Tensor, axis: Axis) -> list[Any]:
-    """An all-reduce under way. Gloo, which has two threads, is quicker with halves of a long one."""
+    """An all-reduce under way. Gloo has two threads: a long one is quicker as two halves."""
     halves = dist.get_backend(axis.group) == "gloo" and x.numel() >= _LONG
     return [dist.all_reduce(piece, group=axis.group, async_op=True)
             for piece in x.view(-1).chunk(1 + halves)]  # fmt: skip
