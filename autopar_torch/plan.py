@@ -64,8 +64,14 @@ class Replica(Struct, frozen=True):
         return tuple(self.positions.index(stage.devices) for stage in self.stages)
 
 
+BUCKET_BYTES = 25 * 2**20
+
+
 class Plan(Struct, frozen=True):
-    """The whole strategy; `check` tells whether it fits a world and a model."""
+    """The whole strategy; `check` tells whether it fits a world and a model.
+
+    Gradients travel when `bucket_bytes` of them are there.
+    """
 
     replicas: tuple[Replica, ...]
     schedule: ScheduleName = "1f1b"
@@ -73,6 +79,7 @@ class Plan(Struct, frozen=True):
     precision: Precision = "float32"
     shardings: tuple[Sharding, ...] = ()
     reason: str = "given by the user"
+    bucket_bytes: int = BUCKET_BYTES
 
     def sharding(self, stage: Stage, block: int) -> Sharding | None:
         """How a block is split, None where it is whole."""
@@ -92,6 +99,7 @@ class Plan(Struct, frozen=True):
         recompute: bool = False,
         precision: Precision = "float32",
         tp_mesh: tuple[int, ...] = (),
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> Plan:
         """Equal replicas of equal stages; tensor groups are neighbours, then stages, then replicas.
 
@@ -113,7 +121,7 @@ class Plan(Struct, frozen=True):
             Replica(tuple(stage(r, s) for s in range(pp * virtual)), num_micro_batches)
             for r in range(dp)
         )
-        return Plan(replicas, schedule, zero, precision)
+        return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -161,6 +169,9 @@ def check(plan: Plan, world_size: int) -> None:
                         fix=f"one of {', '.join(get_args(ScheduleName))}")  # fmt: skip
     if plan.zero not in (0, 1, 2, 3):
         raise PlanError(f"zero = {plan.zero}, but the stages are 0, 1, 2, 3", where="Plan.zero")
+    if plan.bucket_bytes < 1:
+        raise PlanError(f"bucket_bytes = {plan.bucket_bytes}, but it must be at least 1",
+                        where="Plan.bucket_bytes")  # fmt: skip
     if plan.devices != tuple(range(world_size)):
         raise PlanError(
             f"the plan names {len(plan.devices)} devices {_short(plan.devices)}, "

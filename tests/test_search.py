@@ -245,7 +245,8 @@ def test_parts_of_time_sum_to_the_step_and_plans_read_back(seed: int) -> None:
         return
     case = Case(given.graph, given.options, given.profile.profile, given.num_rows, given.limits)
     pricer, borders = case.pricer(found.best.plan)
-    again = as_plan(pricer.candidate, borders, given.options, given.limits.precision)
+    again = as_plan(pricer.candidate, borders, given.options, given.limits.precision,
+                    bucket_bytes=pricer.bucket)  # fmt: skip
     assert again == found.best.plan
     assert candidate_of(again, given.options) == (pricer.candidate, borders)
     assert sum(time_parts(pricer, borders).values()) == pytest.approx(found.best.step_s)

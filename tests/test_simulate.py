@@ -144,6 +144,16 @@ def test_a_timeline_becomes_a_perfetto_file_with_an_arrow_per_message(tmp_path: 
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1, 1000, 1001}
 
 
+def test_gradients_that_leave_before_the_last_one_is_there_end_the_step_sooner() -> None:
+    batch = {name: torch.zeros(64, 64, dtype=torch.int64) for name in ("idx", "targets")}
+    model = NanoGPT(256, 512, 8, 6, 64)
+    whole, parts = (
+        ap.simulate(ap.Plan.uniform(dp=2, bucket_bytes=size), model, batch, "2x1xA100-80").step_s
+        for size in (2**30, 2**22)
+    )
+    assert parts < 0.95 * whole
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
 def test_parameters_of_two_stages_are_summed_once_whatever_the_schedule(

@@ -71,7 +71,7 @@ class Prologue:
                  device: torch.device) -> None:  # fmt: skip
         self.traced, self.buffers, self.device = traced, buffers, device
         self.whole, self.rowful = split_names(traced, dict.fromkeys(names))
-        self.modules: dict[tuple[bool, int], fx.GraphModule] = {}
+        self.modules: dict[tuple[bool, int], tuple[fx.GraphModule, list[str], list[str]]] = {}
         self.order = [n.name for n in traced.prologue.nodes]
         self.inputs = [n for n, s in traced.sources.items() if s.kind == "input"]
 
@@ -82,12 +82,13 @@ class Prologue:
         key = (per_micro_batch, rows)
         if key not in self.modules:
             given = self.whole if per_micro_batch else []
-            self.modules[key] = program(self.traced, names, given, rows, self.device)
-        module = self.modules[key]
-        args = [known[node.name] for node in module.graph.nodes if node.op == "placeholder"]
+            made = program(self.traced, names, given, rows, self.device)
+            args = [node.name for node in made.graph.find_nodes(op="placeholder")]
+            self.modules[key] = made, args, sorted(names, key=self.order.index)
+        module, args, results = self.modules[key]
         with torch.no_grad():
-            values = module(*args)
-        return dict(zip(sorted(names, key=self.order.index), values, strict=True))
+            values = module(*(known[name] for name in args))
+        return dict(zip(results, values, strict=True))
 
     def _sources(self, call: Call, tensors: Sequence[Tensor]) -> dict[str, Any]:
         known: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))

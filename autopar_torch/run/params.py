@@ -224,6 +224,7 @@ class Bucket:
         self.zero, self.mixed = helds[0].zero, helds[0].team.mixed
         self.steady = helds[0].steady
         self.sizes = [self._size(h) for h in helds]
+        self.names = frozenset(h.name for h in helds)
         self.waiting: set[str] = set()
         self.flat: Tensor | None = None
         self.got: Tensor | None = None
@@ -268,7 +269,6 @@ class Bucket:
 
     def finish(self, into: dict[str, Tensor], store: ParamStore) -> None:
         """Wait, and add the sums to `into`, in the shape of the user's parameters."""
-        self.waiting = {h.name for h in self.helds}
         if self.axis is None:
             for held in self.helds:
                 if held.leaf.grad is not None:
@@ -341,7 +341,7 @@ class Reducer:
         """`blocks_of`: block -> its parameters; later blocks get their gradients first."""
         self.store = store
         shares = {name: held.share for name, held in store.held.items()}
-        groups = buckets_of(shares, store.graph, store.plan.zero, blocks_of)
+        groups = buckets_of(shares, store.graph, store.plan, blocks_of)
         self.buckets = [Bucket([store.held[s.name] for s in group]) for group in groups]
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}
@@ -362,7 +362,7 @@ class Reducer:
         self.sums, self.last = {}, False
         self.per_micro_batch = self.store.plan.zero >= 2 and in_step
         for bucket in self.buckets:
-            bucket.waiting = {h.name for h in bucket.helds}
+            bucket.waiting = set(bucket.names)
 
     def arrived(self, name: str) -> None:
         """A leaf has its gradient of this micro-batch."""

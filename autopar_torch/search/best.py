@@ -75,9 +75,11 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
         raise nothing_fits(tables, hunt.near(), num_rows, capacity, limits)
-    choices = tuple(Choice(as_plan(f.candidate, f.borders, options, limits.precision),
-                           f.step_s, f.memory_bytes)
-                    for f in hunt.best)  # fmt: skip
+    choices = tuple(
+        Choice(as_plan(f.candidate, f.borders, options, limits.precision,
+                       bucket_bytes=tables.bucket_bytes(f.candidate)), f.step_s, f.memory_bytes)
+        for f in hunt.best
+    )  # fmt: skip
     return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
                   time.perf_counter() - start)  # fmt: skip
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profile import Curve
-from ..shard.reduction import bucket_bytes
 from ..simulate.formula import Pipeline
 from .memory import Memory
 from .space import Candidate
@@ -63,8 +62,9 @@ class Pricer:
         ahead = tables.sends(c.option, self.rows)[0]
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
                          (c.dp, c.pp) if c.zero == 3 else None)  # fmt: skip
+        self.bucket = tables.bucket_bytes(c)
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
-                             tables.precision == "bfloat16")  # fmt: skip
+                             tables.precision == "bfloat16", self.bucket)  # fmt: skip
         self.closing = after(tables, c)
         self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 
@@ -146,11 +146,10 @@ class Pricer:
         first, end = stage
         starts = self.work[_BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
-        full = bucket_bytes(sum(sizes) * c.virtual)
         done = size = 0.0
         for i in range(end - first - 1, -1, -1):
             size += sizes[i]
-            if size and (c.zero >= 2 or size >= full or i == 0):
+            if size and (c.zero >= 2 or size >= self.bucket or i == 0):
                 ready = stop - (starts[i] - starts[0])
                 done = max(done, ready) + bucket_seconds(curve, size, self.tables)
                 size = 0.0

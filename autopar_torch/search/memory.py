@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..shard.reduction import bucket_bytes
 from .space import Candidate
 from .tables import Array, Blocks, Params
 
@@ -22,8 +21,8 @@ class Memory:
     """
 
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
-                 fixed_bytes: float, copies: bool) -> None:  # fmt: skip
-        self.candidate, self.fixed = c, fixed_bytes
+                 fixed_bytes: float, copies: bool, bucket: float) -> None:  # fmt: skip
+        self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
         self.params = _sums(lasting(c, params, copies))
         owned = params.trained / c.dp if c.zero else params.trained
         self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
@@ -54,9 +53,9 @@ class Memory:
         if c.dp == 1:
             return trained + 2 * largest
         if not c.zero:
-            return trained + max(2 * largest, min(trained, largest + bucket_bytes(trained)))
+            return trained + max(2 * largest, min(trained, largest + self.bucket))
         if c.zero == 1:
-            return 2 * trained + min(trained / c.dp, bucket_bytes(trained))
+            return 2 * trained + min(trained / c.dp, self.bucket)
         return 2 * trained + largest / c.dp + (trained / c.dp if self.again else 0.0)
 
     def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph
-from ..plan import Plan, Precision, Replica, ScheduleName, Sharding, Stage
+from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
 
 class Option(Struct, frozen=True):
@@ -160,7 +160,7 @@ def _allows(pinned: object, value: object) -> bool:
 
 def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
             precision: Precision = "float32", reason: str = "found by search",
-            ) -> Plan:  # fmt: skip
+            bucket_bytes: int = BUCKET_BYTES) -> Plan:  # fmt: skip
     """The candidate written out: devices of a tensor group are neighbours, then stages."""
     option = options[candidate.option]
     tp, pp = option.degree, candidate.pp
@@ -178,7 +178,9 @@ def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Opti
         Replica(tuple(stage(r, s) for s in range(candidate.stages())), candidate.micro_batches)
         for r in range(candidate.dp)
     )
-    return Plan(replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason)
+    return Plan(
+        replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason, bucket_bytes
+    )
 
 
 def _numbered(option: Option) -> tuple[list[Sharding], list[int]]:

@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo, item_bytes
-from ..plan import Precision, Sharding
+from ..plan import BUCKET_BYTES, Precision, Sharding
 from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.formula import Pipeline, ends
 from .borders import smallest_bottleneck
-from .space import Option
+from .space import Candidate, Option
+
+BUSY = 0.5  # of a core: beside such sending little else is done
+SMALL_BYTES = 2 * 2**20  # of a bucket
 
 Array = NDArray[np.float64]
 Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts they lie
@@ -75,6 +78,16 @@ class Tables:
             ranks = range(start, start + step * count, step)
             self._curves[key] = self.profile.curve(op, ranks)
         return self._curves[key]
+
+    def bucket_bytes(self, c: Candidate) -> int:
+        """Where sending leaves the core free, most of all gradients travel beside the backward."""
+        if c.dp == 1:
+            return BUCKET_BYTES
+        op = "scatter" if c.zero else "sum"
+        if self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp).core > BUSY:
+            return BUCKET_BYTES
+        quarter = self.params(c.option).trained.sum() / c.pp / 4
+        return int(min(max(quarter, SMALL_BYTES), BUCKET_BYTES))
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
         """Per border: seconds of its message over such a line, and of the answer."""

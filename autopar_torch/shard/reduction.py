@@ -14,13 +14,6 @@ from ..plan import Plan
 from .holdings import Holding, Team, all_holdings, team_of
 from .layout import local_shape
 
-_LEAST_BYTES, _MOST_BYTES, _PARTS = 2 * 2**20, 25 * 2**20, 4
-
-
-def bucket_bytes(total_bytes: float) -> float:
-    """When a bucket is full: early enough that most of all gradients travel beside the backward."""
-    return min(max(total_bytes / _PARTS, _LEAST_BYTES), _MOST_BYTES)
-
 
 class Share(NamedTuple):
     """One parameter or buffer on one rank."""
@@ -102,7 +95,7 @@ def _in_one_stage(plan: Plan, graph: ModelGraph, name: str) -> bool:
     return sum(any(a <= u < b for u in users) for a, b in stages) == 1
 
 
-def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, zero: int,
+def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
                blocks_of: Mapping[int, list[str]]) -> list[list[Share]]:  # fmt: skip
     """Gradients that travel together, in the order in which the backward makes them.
 
@@ -110,16 +103,15 @@ def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, zero: int,
     """
     order = [n for block in sorted(blocks_of, reverse=True) for n in reversed(blocks_of[block])]
     first_use = {name: graph.users(name)[0] for name in dict.fromkeys(order)}
-    full = bucket_bytes(sum(s.num_local * 4.0 for s in shares.values() if s.trained))
     open_: dict[tuple[object, ...], list[Share]] = {}
     done: list[list[Share]] = []
     for name in dict.fromkeys(sorted(order, key=lambda n: -first_use[n])):
         share = shares[name]
         if not share.trained:
             continue
-        block = first_use[name] if zero >= 2 else 0
+        block = first_use[name] if plan.zero >= 2 else 0
         key = (share.team, share.zero, share.steady, share.dtype, block)
         open_.setdefault(key, []).append(share)
-        if sum(s.num_local * 4 for s in open_[key]) >= full:
+        if sum(s.num_local * 4 for s in open_[key]) >= plan.bucket_bytes:
             done.append(open_.pop(key))
     return done + list(open_.values())

@@ -116,7 +116,7 @@ class Costs:
         names = {b: list(self.graph.blocks[b].params.values()) for b in range(first, last)}
         mine = [shares[n] for n in dict.fromkeys(n for ns in names.values() for n in ns)]
         blocks = tuple(self._block(stage, rank, b, rows) for b in range(first, last))
-        groups = buckets_of(shares, self.graph, self.plan.zero, names)
+        groups = buckets_of(shares, self.graph, self.plan, names)
         trained = [s for s in mine if s.trained]
         copies = self.plan.precision == "bfloat16"
         return RankCost(
