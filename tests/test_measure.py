@@ -20,6 +20,8 @@ from autopar_torch.run import choose
 from autopar_torch.run.confirm import race
 from autopar_torch.run.observe import session
 from autopar_torch.run.world import World
+from autopar_torch.search.space import Constraints
+from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
 
@@ -196,6 +198,17 @@ def test_no_heat_begins_after_enough_seconds() -> None:
     runners = [Paced(1.0), Paced(1.0)]
     race(runners, ((2, 1.3), (5, 1.3)), World(0, 1), enough_s=0.0)
     assert [len(runner.seconds) for runner in runners] == [2, 2]
+
+
+def test_a_profile_kept_for_narrow_limits_does_not_serve_wider_ones() -> None:
+    """Without a replica there are no sums to measure, nor a gather without ZeRO."""
+    model, batch = gpt(width=32, layers=2)
+    call, _ = take_apart((), batch)
+    traced = trace(model, call)
+    cluster = Cluster(((CPU_CORE, CPU_CORE),), LOOPBACK, LOOPBACK)
+    narrow, wide, roomy = Constraints(zero=0), Constraints(), Constraints(memory_bytes=2**30)
+    keys = [choose._fingerprint(traced, call, cluster, x) for x in (narrow, wide, roomy)]
+    assert keys[0] != keys[1] == keys[2]
 
 
 def confirmed(cache: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, few
-from ..shard.collectives import Axis, arrive, gather_pieces, start_exchange, start_sum
+from ..shard.collectives import Axis, added, arrive, gather_pieces, start_exchange, start_sum
 from ..shard.watch import between, stamp
 from .stats import median, uncertainty
 
@@ -117,7 +117,7 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
     got = torch.empty_like(flat)
     got[axis.index] = flat[axis.index]
     arrive(start_exchange(flat, got, axis))  # type: ignore[arg-type]
-    got.sum(0)
+    added(got.unbind())
 
 
 def _to_and_fro(sent: Tensor, axis: Axis, first: int,

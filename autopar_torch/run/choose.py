@@ -216,13 +216,15 @@ def cache_path(fingerprint: str) -> Path:
 
 
 def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
-    """Equal where a profile may be used again: model, machines, versions, batch."""
-    parts = [files.encode(traced.graph), files.encode(cluster), files.encode(limits.tp),
-             f"{limits.rings} {torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
+    """Equal where a profile may be used again: model, machines, versions, batch, and what of it all
+    was looked at: only what some plan within the limits needs is measured."""
+    looked_at = msgspec.structs.replace(limits, memory_bytes=None)
+    parts = [files.encode(traced.graph), files.encode(cluster), files.encode(looked_at),
+             f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 
-FORMAT = 4  # of what a profile means: changes with the measuring code
+FORMAT = 5  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path) -> Known | None:

@@ -17,7 +17,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..model import ModelGraph
 from ..plan import Plan
-from ..shard.collectives import Axis, arrive, gather_pieces, start_exchange, start_sum
+from ..shard.collectives import Axis, added, arrive, gather_pieces, start_exchange, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
 from ..shard.parts import fill, part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
@@ -276,7 +276,7 @@ class Bucket:
                     held.leaf.grad = None
             return
         arrive(self.works)
-        flat = cast(Tensor, self.flat if self.got is None else self.got.sum(0))
+        flat = cast(Tensor, self.flat) if self.got is None else added(self.got.unbind())
         for held, summed in zip(self.helds, self._parts(flat, store), strict=True):
             _add(into, held.name, summed)
         self.flat = self.got = None

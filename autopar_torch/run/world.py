@@ -16,7 +16,7 @@ from ..errors import RunError
 from ..plan import Stage
 from ..shard.collectives import Axis, arrive
 from ..shard.holdings import axis_ranks, place_in
-from . import transport
+from . import heap, transport
 
 TIMEOUT_S = 300
 T = TypeVar("T")
@@ -49,6 +49,8 @@ class World:
         self.rank, self.size = rank, size
         self.groups: dict[tuple[int, ...], Any] = {}
         self.lanes: tuple[Any, Any] = (None, None)
+        if not torch.cuda.is_available():
+            heap.keep()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":
