@@ -80,8 +80,11 @@ class Tables:
         return self._curves[key]
 
     def bucket_bytes(self, c: Candidate) -> int:
-        """Where sending leaves the core free, most of all gradients travel beside the backward."""
-        if c.dp == 1:
+        """Where sending leaves the core free, most of all gradients travel beside the backward.
+
+        ZeRO 2 and 3 have a bucket per block anyway.
+        """
+        if c.dp == 1 or c.zero >= 2:
             return BUCKET_BYTES
         op = "scatter" if c.zero else "sum"
         if self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp).core > BUSY:
