@@ -269,6 +269,7 @@ class Bucket:
 
     def finish(self, into: dict[str, Tensor], store: ParamStore) -> None:
         """Wait, and add the sums to `into`, in the shape of the user's parameters."""
+        self.waiting = set(self.names)
         if self.axis is None:
             for held in self.helds:
                 if held.leaf.grad is not None:
