@@ -8,19 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from autopar_torch import files
 from autopar_torch.errors import SearchError
+from autopar_torch.plan import BUCKET_BYTES
+from autopar_torch.profile import Curve, Lookup
 from autopar_torch.schedule import Op, build
 from autopar_torch.search.best import Result, search
 from autopar_torch.search.borders import smallest_bottleneck
 from autopar_torch.search.bounds import bounds
 from autopar_torch.search.evaluate import Pricer
 from autopar_torch.search.floors import floors
-from autopar_torch.search.space import Constraints, as_plan, candidates
+from autopar_torch.search.space import Candidate, Constraints, as_plan, candidates
 from autopar_torch.search.tables import Tables
 from autopar_torch.search.why import Case, against, candidate_of, time_parts, why
 from autopar_torch.simulate import fluid
@@ -234,6 +237,19 @@ def test_a_time_limit_gives_a_plan_and_a_gap() -> None:
     best = solved(given)
     found = search(*given[:4], given.limits, time_limit_s=1e-9)
     assert best and found.best.step_s * (1 - found.gap) <= best.best.step_s
+
+
+@pytest.mark.parametrize(("core", "is_small"), [(0.1, True), (0.9, False)])
+def test_buckets_are_small_only_where_sending_leaves_the_core_free(
+    core: float, is_small: bool
+) -> None:
+    given = next(p for p in map(problem, range(100)) if p.profile.profile.cluster.num_devices == 4)
+    everyone = given.profile.profile.cluster.place(range(4))
+    line = Curve("sum", everyone, ((8.0, 1e-3),), core=core)
+    profile = msgspec.structs.replace(given.profile.profile, curves=(line,))
+    whole = Candidate(0, 1, 4, 1, "1f1b", 1, 0, False)
+    found = Tables(given.options[:1], given.graph, Lookup(profile)).bucket_bytes(whole)
+    assert (found < BUCKET_BYTES) == is_small
 
 
 @given(seeds)
