@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import files
 from .errors import AutoparError, PlanError, TraceError
 from .plan import Plan, Precision, check, fit, load_plan
-from .run import choose, fallback, offline, shardings, world
+from .run import choose, fallback, offline, shardings, survey, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
@@ -100,7 +100,7 @@ def plan(
     """
     asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
                  precision=precision, constraints=constraints, loss_fn=loss_fn)  # fmt: skip
-    known = choose.Known(tuple(asked.options), asked.profile)
+    known = survey.Known(tuple(asked.options), asked.profile)
     return choose.best(asked.graph, known, asked.num_rows, asked.limits)
 
 
@@ -146,15 +146,15 @@ def measure(
     example_inputs: Mapping[str, Any] | Sequence[Any],
     *,
     constraints: Constraints | Mapping[str, Any] | None = None,
-    seconds: float = choose.QUICK_S,
+    seconds: float = survey.QUICK_S,
     loss_fn: LossFn | None = None,
-) -> choose.Known:
+) -> survey.Known:
     """What planning for this model needs to know of the machines torchrun started."""
     rank, size = world.start()
     place, limits = world.World(rank, size), _limits(constraints)
     call, tensors = take_apart(*_as_call(example_inputs))
     traced = _tracer(model, world.device(), loss_fn, limits.precision)(call, True, ("loss",))
-    return choose.measure(traced, call, tensors, dict(model.named_buffers()), place,
+    return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
                           world.device(), choose.cluster_of(place), limits, seconds)  # fmt: skip
 
 

@@ -124,6 +124,12 @@ class Plan(Struct, frozen=True):
         return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes)
 
     @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Tensor, pipeline and data: of the first replica, and how many replicas."""
+        first = self.replicas[0]
+        return len(first.stages[0].devices), len(first.positions), len(self.replicas)
+
+    @property
     def devices(self) -> tuple[int, ...]:
         stages = (stage for replica in self.replicas for stage in replica.stages)
         return tuple(sorted({device for stage in stages for device in stage.devices}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -78,6 +78,13 @@ def few(values: Sequence[Number], most: int) -> list[Number]:
     if len(values) <= most:
         return list(values)
     return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
+
+
+def around(value: float, points: Collection[Number]) -> set[Number]:
+    """The nearest of some points on both sides of a value, between which its line is drawn."""
+    below = max((p for p in points if p <= value), default=None)
+    above = min((p for p in points if p >= value), default=None)
+    return {p for p in (below, above) if p is not None}
 
 
 def _scaled(piece: Piece, rows: int) -> Piece:

@@ -15,12 +15,15 @@ import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
 from autopar_torch.measure.samples import Sample
+from autopar_torch.measure.stats import evened
+from autopar_torch.plan import fit
 from autopar_torch.profile import Profile
-from autopar_torch.run import choose
+from autopar_torch.run import choose, survey
 from autopar_torch.run.confirm import race
-from autopar_torch.run.observe import session
+from autopar_torch.run.observe import cluster_of, session
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
+from autopar_torch.simulate.needs import needs_of
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
@@ -142,17 +145,20 @@ class Shaky:
     def noise(self) -> dict[str, float]:
         return {} if self.rounds >= self.sure_after else {"layer at 4 rows": 0.7}
 
+    def focus(self, *_: object) -> None:
+        pass
+
     def profile(self) -> Profile:
         return Profile(Cluster(((CPU_CORE,),), LOOPBACK, LOOPBACK), (), noise=self.noise())
 
 
-@pytest.mark.parametrize(("sure_after", "seconds"), [(40, 60.0), (10**9, 0.3)])
+@pytest.mark.parametrize(("sure_after", "seconds"), [(42, 60.0), (10**9, 0.3)])
 def test_noise_is_measured_away_or_named(
     sure_after: int, seconds: float, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     session = Shaky(sure_after)
-    monkeypatch.setattr(choose, "session_on", lambda *_: session)
+    monkeypatch.setattr(survey, "session_on", lambda *_: session)
     known = ap.measure(*gpt(layers=1), seconds=seconds)
     if known.profile.noise:
         assert "layer at 4 rows: 70%" in caplog.text and "close other programs" in caplog.text
@@ -185,6 +191,31 @@ class Paced:
 
     def timed(self) -> None:
         self.seconds.append(self.step_s)
+
+
+def test_only_what_close_plans_run_goes_on_being_measured() -> None:
+    model, batch = gpt(layers=1)
+    parallel = ap.parallelize(model, batch, plan=ap.Plan.uniform())
+    call, tensors = take_apart((), batch)
+    traced = parallel.retrace(call, True, ("loss",))
+    plans = [fit(ap.Plan.uniform(num_micro_batches=m, recompute=r), traced.graph)
+             for m in (1, 2, 4) for r in (False, True)]  # fmt: skip
+    found = session(traced, plans, call, tensors, {}, parallel.world, parallel.device)
+    all_chains, cluster = dict(found.wanted), cluster_of(parallel.world)
+    found.focus(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
+    found.round()
+    sampled = {chain for chain, blocks in all_chains.items() if blocks.cores}
+    assert sampled == {((), False, False, call.num_rows // 2)} < set(all_chains)
+
+
+def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:
+    quiet, struck = [1.0, 1.1, 1.0, 1.2, 1.0, 1.1], [1.0, 1.6, 1.7, 1.5, 1.0, 1.6]
+    even = [
+        f * statistics.median(s)
+        for f, s in zip(evened([quiet, struck]), (quiet, struck), strict=True)
+    ]
+    assert even[1] / even[0] < 0.8 * statistics.median(struck) / statistics.median(quiet)
+    assert sum(even) == pytest.approx(statistics.median(quiet) + statistics.median(struck))
 
 
 def test_who_is_far_behind_after_a_heat_steps_no_more() -> None:

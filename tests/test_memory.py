@@ -14,7 +14,7 @@ from msgspec import structs
 
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
-from autopar_torch.run import choose
+from autopar_torch.run import choose, survey
 from autopar_torch.search.best import SAFETY
 from autopar_torch.search.space import Constraints
 from autopar_torch.simulate import simulate
@@ -109,7 +109,7 @@ def test_what_the_engine_finds_too_large_is_not_taken(
 ) -> None:
     """The engine sees a quarter more bytes than the formula that the search goes by."""
     graph, options, profile, num_rows, _ = problem(seed)
-    known = choose.Known(tuple(options), structs.replace(profile.profile, assumed=False))
+    known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choice, *_: structs.replace(
         choice, memory_bytes=1.25 * choice.memory_bytes))  # fmt: skip

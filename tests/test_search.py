@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 
 from autopar_torch import files
 from autopar_torch.errors import SearchError
-from autopar_torch.plan import BUCKET_BYTES
+from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Curve, Lookup
 from autopar_torch.schedule import Op, build
-from autopar_torch.search.best import Result, search
+from autopar_torch.search.best import Choice, Result, search, varied
 from autopar_torch.search.borders import smallest_bottleneck
 from autopar_torch.search.bounds import bounds
 from autopar_torch.search.evaluate import Pricer
@@ -230,6 +230,12 @@ def test_when_nothing_fits_the_nearest_miss_is_told_by_category() -> None:
     text = str(caught.value)
     assert "nearest: tp=" in text and "optimizer" in text and "GiB" in text
     assert text.count("; or ") == 2
+
+
+def test_the_best_of_all_degrees_come_before_a_second_of_any() -> None:
+    kinds = ({"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2})
+    choices = [Choice(Plan.uniform(**kind), float(i), 0.0) for i, kind in enumerate(kinds)]
+    assert [c.step_s for c in varied(choices, 4)] == [0.0, 3.0, 4.0, 1.0]
 
 
 def test_a_time_limit_gives_a_plan_and_a_gap() -> None:

@@ -21,7 +21,7 @@ from ..shard.ops import WeightQueue
 from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
-from .samples import Sample, jitter, scales, seconds
+from .samples import Sample, Scales, jitter, scales, seconds
 from .stats import median, uncertainty
 
 PHASES = ("forward", "backward", "weight", "added")
@@ -170,8 +170,9 @@ class Blocks:
         for runner in self.runners:
             runner.samples.clear()
 
-    def result(self, ranks_per_core: int) -> dict[CellNeed, Piece]:
-        scale = scales(self._columns, self.cores, ranks_per_core)
+    def result(self, ranks_per_core: int, factor: float = 1.0) -> dict[CellNeed, Piece]:
+        """`factor`: of what was seen here, where the noise of all chains is to be the same."""
+        scale = Scales(*(factor * x for x in scales(self._columns, self.cores, ranks_per_core)))
         found = {}
         for need in {r.need for r in self.runners}:
             forward, backward, weight, added = (
@@ -188,6 +189,11 @@ class Blocks:
     @property
     def _columns(self) -> list[list[Sample]]:
         return [samples for runner in self.runners for samples in runner.samples.values()]
+
+    @property
+    def rounds(self) -> list[float]:
+        """Seconds of whole ones."""
+        return [sum(s.wall_s for s in row) for row in zip(*self._columns, strict=False)]
 
     def jitter(self) -> tuple[list[float], list[float]]:
         return jitter(self._columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cluster import Cluster
-from ..profile import Curve, CurveNeed, few
-from ..shard.collectives import Axis, added, arrive, gather_pieces, start_exchange, start_sum
+from ..profile import Curve, CurveNeed, around, few
+from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
 from .stats import median, uncertainty
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
-LONG, REPEATS = 1 << 22, 3  # bytes: more is timed only once
 T = TypeVar("T")
 WARM_UP = 2  # rounds that are not timed
 WIDTH, DEPTH = 192, 4  # of what a sender computes before it sends
@@ -45,17 +44,21 @@ class Line:
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
                  device: torch.device) -> None:  # fmt: skip
         self.op, self.ranks, self.device = op, ranks, device
-        self.sizes = few(sorted(set(sizes)), MOST_POINTS)
+        self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.busy: list[float] = []
         self.held: list[float] = []
         self.other = _computing(device)
 
+    def focus(self, sizes: Iterable[float]) -> None:
+        wanted = {point for size in sizes for point in around(size, self.sizes)}
+        self.wanted = sorted(wanted)
+
     def round(self) -> None:
         if self.axis is None:
             return
-        for size in self.sizes:
+        for size in self.wanted:
             torch.ones(FLUSH, device=self.device)  # as after a block: what is sent is not at hand
             dist.barrier(group=self.axis.group)
             work = self._work(size, self.axis)
@@ -68,15 +71,14 @@ class Line:
 
     def _collective(self, size: float, work: Callable[[], None]) -> None:
         """As in training ranks come to it from other things, and not at the same moment."""
-        for _ in range(REPEATS if size < LONG else 1):
-            self.other()
-            start = stamp()
-            work()
-            self.samples[size].append(between(start, stamp()))
+        self.other()
+        start = stamp()
+        work()
+        self.samples[size].append(between(start, stamp()))
 
     def _message(self, size: float, axis: Axis) -> None:
         sent = torch.ones(max(1, int(size) // 4), device=self.device)
-        for first in (0, 1) * (REPEATS if size < LONG else 1):
+        for first in (0, 1):
             seconds, posting = _to_and_fro(sent, axis, first, self.other)
             if axis.index == first:
                 self.samples[size].append(seconds)
@@ -114,9 +116,8 @@ def _drop(_: object) -> None:
 
 def _scatter(flat: Tensor, axis: Axis) -> None:
     """As a bucket of ZeRO does it."""
-    got = torch.empty_like(flat)
-    got[axis.index] = flat[axis.index]
-    arrive(start_exchange(flat, got, axis))  # type: ignore[arg-type]
+    got, works = start_scatter(flat, axis)
+    arrive(works)
     added(got.unbind())
 
 
@@ -196,11 +197,21 @@ class Lines:
         self.lines = {key: Line(key[0], ranks, list(sizes), places, device)
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
+    def focus(self, needs: Sequence[CurveNeed]) -> None:
+        """From now on rounds are of what these need."""
+        asked: dict[tuple[str, str], set[float]] = {}
+        for need in needs:
+            asked.setdefault((need.op, self.cluster.place(need.ranks)), set()).add(need.num_bytes)
+        for key, line in self.lines.items():
+            line.focus(asked.get(key, ()))
+
     def round(self) -> None:
         """Each in turn, everyone else idle; but whoever shares a core with two that exchange
         messages computes, as stages of a pipeline do that share cores. Sums come at the end of a
         step, when there is less and less to compute."""
         for line in self.lines.values():
+            if not line.wanted:
+                continue
             line.round()
             if self.places.size > 1:
                 done = dist.barrier(async_op=True)
@@ -231,6 +242,6 @@ class Lines:
 
     def errors(self) -> dict[str, float]:
         """How uncertain the time of every message is in which this rank takes part."""
-        return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(samples)
+        return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(line.samples[size])
                 for (op, group), line in self.lines.items() if line.axis
-                for size, samples in line.samples.items()}  # fmt: skip
+                for size in line.wanted}  # fmt: skip

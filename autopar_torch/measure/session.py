@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,13 @@ from msgspec.structs import replace
 
 from ..cluster import Cluster
 from ..errors import ProfileError
-from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile, merged
+from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile, around, merged
 from ..trace import Traced
 from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
 from .links import WARM_UP, Lines, Places
 from .overheads import Extras
-from .stats import NOISE_LIMIT, median, quantiles
+from .stats import NOISE_LIMIT, evened, median, quantiles
 
 LEAST = 2  # rounds: gradients are made in one and added to in the next
 
@@ -28,10 +29,13 @@ class Session:
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
                  batch: Callable[[], object], device: torch.device) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
+        by_chain = _chains(cells, traced)
         self.chains = [
-            Blocks(own, traced, axes(mesh), context(rows), device, cluster.ranks_per_core > 1)
-            for (mesh, rows), own in _chains(cells, traced).items()
-        ]
+            Blocks(own, traced, axes(chain.mesh), context(chain.rows), device,
+                   cluster.ranks_per_core > 1)
+            for chain, own in by_chain.items()
+        ]  # fmt: skip
+        self.wanted = dict(zip(by_chain, self.chains, strict=True))
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
@@ -39,8 +43,9 @@ class Session:
                              lambda: context(rows))  # fmt: skip
         self._count_bytes()
         self.rounds = 0
-        for _ in range(WARM_UP):
-            self.round()
+        for _ in range(WARM_UP - 1):
+            self.lines.round()
+        self.round()
         self.rounds = 0
         for chain in self.chains:
             chain.forget()
@@ -55,10 +60,16 @@ class Session:
         for chain in self.chains:
             chain.read_bytes(count)
 
+    def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
+        """From now on rounds are of what these need; the rest was sampled enough."""
+        wanted = _focused(self.wanted, cells)
+        self.wanted = {chain: self.wanted[chain] for chain in wanted}
+        self.lines.focus(curves)
+
     def round(self) -> None:
-        """One more sample of everything, everyone busy with the same at the same time."""
+        """One more sample of all that is wanted, everyone busy with the same at the same time."""
         self.rounds += 1
-        for chain in self.chains:
+        for chain in self.wanted.values():
             self._wait()
             chain.round()
         self._wait()
@@ -75,8 +86,9 @@ class Session:
             raise ProfileError(f"{self.rounds} of at least {LEAST} rounds were measured",
                                where="Session.round", fix="call round() more often")  # fmt: skip
         found: dict[CellNeed, Piece] = {}
-        for chain in self.chains:
-            found |= chain.result(self.cluster.ranks_per_core)
+        factors = evened([chain.rounds for chain in self.chains])
+        for chain, factor in zip(self.chains, factors, strict=True):
+            found |= chain.result(self.cluster.ranks_per_core, factor)
         cells = [Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
                  for need in self.needs]  # fmt: skip
         own = replace(self.extras.result(), action_s=self._switch_s())
@@ -86,12 +98,12 @@ class Session:
 
     def _switch_s(self) -> float:
         """Of a rank alone on its core."""
-        found = [c.switch_s() for c in self.chains if c.active and not c.exchanges]
+        found = [c.switch_s() for c in self.wanted.values() if c.active and not c.exchanges]
         return median(found) / self.cluster.ranks_per_core if found else 0.0
 
     def _jitter(self) -> Jitter:
         """Of the ranks that compute alone: where they exchange, waiting is measured as such."""
-        found = [c.jitter() for c in self.chains if c.active and not c.exchanges]
+        found = [c.jitter() for c in self.wanted.values() if c.active and not c.exchanges]
         rounds = quantiles([x for own, _ in found for x in own])
         single = quantiles([x for _, own in found for x in own])
         if self.cluster.ranks_per_core > 1 or not found:
@@ -108,9 +120,10 @@ class Session:
         return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
 
     def noise(self) -> dict[str, float]:
-        """What is not known well yet, with its error where that is largest; all must call this."""
+        """What is wanted and not known well yet, with its error where that is largest; all must
+        call this."""
         own = self.lines.errors()
-        for chain in self.chains:
+        for chain in self.wanted.values():
             own |= chain.errors()
         found: dict[str, float] = {}
         for errors in self.places.gather(own):
@@ -127,12 +140,33 @@ def _values(noun: Piece | Overheads) -> list[float]:
     return [float(getattr(noun, name)) for name in noun.__struct_fields__]
 
 
-def _chains(cells: Sequence[CellNeed],
-            traced: Traced) -> dict[tuple[tuple[int, ...], int], list[CellNeed]]:  # fmt: skip
-    """Cells by mesh and number of rows, in the order of the model."""
+class Chain(NamedTuple):
+    """Blocks of one kind of plan run after one another, as in a step of it."""
+
+    mesh: tuple[int, ...]
+    split: bool
+    again: bool
+    rows: int
+
+
+def _chain(need: CellNeed) -> Chain:
+    return Chain(need.sharding.mesh if need.sharding else (), need.split, need.again, need.rows)
+
+
+def _chains(cells: Sequence[CellNeed], traced: Traced) -> dict[Chain, list[CellNeed]]:
+    """Cells in the order of the model."""
     order = list(traced.graph.kinds)
-    found: dict[tuple[tuple[int, ...], int], list[CellNeed]] = {}
+    found: dict[Chain, list[CellNeed]] = {}
     for need in sorted(dict.fromkeys(cells), key=lambda n: (order.index(n.kind), n.key, n.rows)):
-        mesh = need.sharding.mesh if need.sharding else ()
-        found.setdefault((mesh, need.rows), []).append(need)
+        found.setdefault(_chain(need), []).append(need)
     return found
+
+
+def _focused(known: Collection[Chain], cells: Iterable[CellNeed]) -> list[Chain]:
+    """The known chains that tell what some cells take: at their rows, or on both sides."""
+    asked = {_chain(need) for need in cells}
+    found = set()
+    for chain in asked:
+        like = {c.rows: c for c in known if c[:3] == chain[:3]}
+        found |= {like[rows] for rows in around(chain.rows, like)}
+    return [chain for chain in known if chain in found]

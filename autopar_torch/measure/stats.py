@@ -42,3 +42,17 @@ def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:
     if not ordered:
         return (1.0,)
     return tuple(ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count))
+
+
+def evened(several: Sequence[Sequence[float]]) -> list[float]:
+    """Factors of the medians of several quantities that were seen in turn, as if all had met the
+    same noise: it reaches the lower samples last."""
+    calm = [_lower(samples) for samples in several]
+    usual = [median(samples) if samples else 0.0 for samples in several]
+    noise = sum(usual) / sum(calm) if sum(calm) else 1.0
+    return [noise * low / mid if mid else 1.0 for low, mid in zip(calm, usual, strict=True)]
+
+
+def _lower(values: Sequence[float]) -> float:
+    """The end of the lowest third."""
+    return sorted(values)[(len(values) - 1) // 3] if values else 0.0

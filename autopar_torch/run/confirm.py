@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..search.best import Choice, Outcome
+from ..search.best import Choice, Outcome, varied
 from ..shard.watch import between, stamp
 from ..trace import Traced
 from ..trace.call import Call
@@ -92,13 +92,14 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
               tensors: Sequence[Tensor]) -> Outcome:  # fmt: skip
     """The same search with its first `count` plans in the order of the clock."""
     first = Choice(found.plan, found.step_s, found.memory_bytes)
-    tried = (first, *found.others)[:count]
+    tried = varied((first, *found.others), count)
     state = torch.random.get_rng_state()
     trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
     times = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
     torch.random.set_rng_state(state)
     order = sorted(range(len(tried)), key=lambda i: (-len(trials[i].seconds), times[i]))
-    others = tuple(tried[i] for i in order[1:]) + found.others[count - 1 :]
+    rest = [choice for choice in found.others if choice not in tried]
+    others = (*(tried[i] for i in order[1:]), *rest)
     best = tried[order[0]]
     return msgspec.structs.replace(
         found, plan=best.plan, step_s=best.step_s, memory_bytes=best.memory_bytes, others=others,

@@ -16,8 +16,8 @@ from ..shard.price import Prices
 from ..simulate.needs import needs_of
 from ..trace import Traced
 from . import options as ways
-from .choose import MOST_TP, Known
 from .shardings import complete
+from .survey import MOST_TP, Known
 
 Where = Cluster | Known | str | os.PathLike[str]
 MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines

@@ -17,7 +17,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..model import ModelGraph
 from ..plan import Plan
-from ..shard.collectives import Axis, added, arrive, gather_pieces, start_exchange, start_sum
+from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
 from ..shard.parts import fill, part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
@@ -261,9 +261,7 @@ class Bucket:
             return
         flat = self.flat = self._message()
         if self.zero:
-            self.got = torch.empty_like(flat)
-            self.got[self.axis.index] = flat[self.axis.index]
-            self.works = start_exchange(flat, self.got, self.axis)  # type: ignore[arg-type]
+            self.got, self.works = start_scatter(flat, self.axis)
         else:
             self.works = start_sum(flat, self.axis)
 

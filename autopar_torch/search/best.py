@@ -38,6 +38,16 @@ class Choice(Struct, frozen=True):
     memory_bytes: float
 
 
+def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
+    """So many of them, in their order but the best with any degrees before a second with the same:
+    where measuring erred, it erred about all of those."""
+    heads: dict[tuple[int, int, int], Choice] = {}
+    for choice in choices:
+        heads.setdefault(choice.plan.degrees, choice)
+    first = list(heads.values())
+    return [*first, *(c for c in choices if c not in first)][:count]
+
+
 class Result(Struct, frozen=True):
     """The best plan, the next ones, and how the rest was dealt with."""
 

@@ -1,0 +1,158 @@
+"""Measure what the plans of a model need: everything for a look, what may be the fastest well."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from .. import files
+from ..cluster import CPU_CORE, GPU, Cluster
+from ..errors import AutoparError
+from ..measure.links import WARM_UP, Lines
+from ..measure.session import Session
+from ..measure.stats import NOISE_LIMIT
+from ..model import ModelGraph
+from ..plan import Plan
+from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
+from ..search.best import search
+from ..search.space import Candidate, Constraints, Option, candidates
+from ..shard.price import Prices
+from ..simulate.needs import needs_of
+from ..simulate.network import lookup
+from ..trace import Traced
+from ..trace.call import Call
+from . import options as ways
+from .observe import session_on
+from .world import World
+
+log = logging.getLogger("autopar_torch")
+MOST_TP = 8
+PROBED_ROWS = 3  # numbers of rows at which a program is measured
+QUICK_S = 8.0  # for what is worth knowing better after the first rounds
+LINK_ROUNDS, LEAST_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 4, 30
+CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
+MOST_CLOSE = 64  # plans
+MOST_NAMES = 3  # of what is too uncertain
+
+
+class Known(Struct, frozen=True):
+    """What is kept between runs: the ways to split, and what was measured of them."""
+
+    options: tuple[Option, ...]
+    profile: Profile
+
+
+def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
+            world: World, device: torch.device, cluster: Cluster, limits: Constraints,
+            seconds: float = QUICK_S) -> Known:  # fmt: skip
+    """Links first, since they decide how blocks are split; then everything the plans need."""
+    ways_known = _options(traced, call, world, device, cluster, limits)
+    found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
+    if not found:
+        return Known(tuple(ways_known), Profile(cluster, ()))
+    cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows)
+    session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
+    for _ in range(LEAST_ROUNDS):
+        session.round()
+    known = Known(tuple(ways_known), session.profile())
+    deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
+    while not (_late(deadline, world) or _known_well(session)):
+        plans = _close(traced.graph, known, call.num_rows, limits, next(factors), world)
+        session.focus(*needs_of(plans, traced.graph, cluster, call.num_rows))
+        for _ in range(FOCUSED_ROUNDS):
+            session.round()
+        known = Known(tuple(ways_known), session.profile())
+    name_noise(known.profile, world)
+    return known
+
+
+def _known_well(session: Session) -> bool:
+    return session.rounds >= MOST_ROUNDS and not session.noise()
+
+
+def _close(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints, factor: float,
+           world: World) -> list[Plan]:  # fmt: skip
+    """Plans that may be the fastest by what is known so far. What only others need is known well
+    enough: that they are slower."""
+    close: list[Plan] = []
+    if world.rank == 0:
+        try:
+            found = search(graph, known.options, lookup(known.profile), num_rows, limits,
+                           kept=MOST_CLOSE)  # fmt: skip
+            most_s = found.best.step_s * factor
+            close = [c.plan for c in (found.best, *found.runners_up) if c.step_s <= most_s]
+        except AutoparError as error:  # the search that follows says so
+            log.debug("profile: no plan to look at more closely: %s", error)
+    return files.decode(world.agree(files.encode(close)), list[Plan])
+
+
+def name_noise(profile: Profile, world: World) -> None:
+    if world.rank or not profile.noise:
+        return
+    worst = sorted(profile.noise.items(), key=lambda item: -item[1])[:MOST_NAMES]
+    log.warning("profile: %d of its times are uncertain by more than %.0f %% (%s), so the plan may "
+                "not be the best; close other programs and measure again (without the kept "
+                "profile), or for longer (`autopar measure --seconds`)", len(profile.noise),
+                100 * NOISE_LIMIT,
+                "; ".join(f"{name}: {error:.0%}" for name, error in worst))  # fmt: skip
+
+
+def _late(deadline: float, world: World) -> bool:
+    """Whether any rank is out of time: all leave together."""
+    return bool(world.sum(torch.tensor(float(time.perf_counter() > deadline))) > 0)
+
+
+def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
+           num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:  # fmt: skip
+    """Each program at the smallest, a middle and the largest number of rows that plans use."""
+    plans = ways.probes(found, options, len(traced.graph.blocks))
+    cells, curves = needs_of(plans, traced.graph, cluster, num_rows)
+    wanted: dict[tuple[int, bool, bool], set[int]] = {}
+    for c in found:
+        split = c.schedule == "zero_bubble"
+        wanted.setdefault((c.option, split, c.recompute), set()).add(c.rows(num_rows))
+    by_key = {(need.kind, need.key): need for need in cells}
+    every: dict[CellNeed, None] = {}
+    for (index, split, recompute), rows in wanted.items():
+        for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
+            again = recompute and not traced.graph.kinds[block.kind].mutates
+            need = by_key[block.kind, cell_key(sharding, split, again)]
+            for count in few(sorted(rows), PROBED_ROWS):
+                every[msgspec.structs.replace(need, rows=count)] = None
+    return list(every), curves
+
+
+def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
+             limits: Constraints) -> list[Option]:  # fmt: skip
+    """Rank 0 solves with the links that all have measured; everyone gets its answer."""
+    shapes = ways.meshes(cluster, min(world.size, MOST_TP), limits)
+    groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
+    needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
+             for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
+    lines = Lines(needs, cluster, world, device)
+    for _ in range(WARM_UP + LINK_ROUNDS):
+        lines.round()
+    seen = Lookup(Profile(cluster, (), lines.result()))
+    rows = max(1, call.num_rows)
+    base = GPU if torch.cuda.is_available() else CPU_CORE
+
+    def prices(mesh: tuple[int, ...]) -> Prices:
+        among = ways.axis_ranks(mesh)
+        links = tuple(ways.link_of(seen, ranks) for ranks in among)
+        hides = 1.0 if base is GPU else ways.hidden(seen, cluster, among)
+        return Prices(base, links, 0.0, rows, hides)
+
+    made: list[Option] = []
+    for mesh in shapes if world.rank == 0 else ():
+        made += ways.options(traced, mesh, prices(mesh), limits.rings)
+    return files.decode(world.agree(files.encode(made)), list[Option])
+
+
+__all__ = ["Known", "measure", "name_noise"]
