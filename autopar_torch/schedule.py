@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -82,6 +83,24 @@ class Schedule:
     def text(self) -> str:
         """One line per position, its actions joined by commas."""
         return "\n".join(",".join(map(str, lane)) for lane in self.actions)
+
+    @cached_property
+    def acknowledged(self) -> dict[Action, list[Action]]:
+        """Receive -> the sends of its position that have arrived when it has: the other side took
+        them before it sent."""
+        taken: dict[Action, list[Action]] = {}
+        for lane in self.actions:
+            open_: defaultdict[int, list[Action]] = defaultdict(
+                list
+            )  # peer -> its sends, taken here
+            for action in lane:
+                if action.op in (Op.RECV_F, Op.RECV_B):
+                    sent = action.other_end()
+                    open_[self.position_of[sent.stage]].append(sent)
+                elif action.op in (Op.SEND_F, Op.SEND_B):
+                    receive = action.other_end()
+                    taken[receive] = open_.pop(self.position_of[receive.stage], [])
+        return taken
 
     @classmethod
     def parse(cls, text: str, position_of: Sequence[int]) -> Schedule:
@@ -438,19 +457,3 @@ def num_in_flight(schedule: Schedule, position: int) -> int:
         now += (action.op is Op.F) - (action.op in (Op.B, Op.W))
         peak = max(peak, now)
     return peak
-
-
-def acknowledged(schedule: Schedule) -> dict[Action, list[Action]]:
-    """Receive -> the sends of its position that have arrived when it has: the other side took them
-    before it sent."""
-    taken: dict[Action, list[Action]] = {}
-    for lane in schedule.actions:
-        open_: defaultdict[int, list[Action]] = defaultdict(list)  # peer -> its sends, taken here
-        for action in lane:
-            if action.op in (Op.RECV_F, Op.RECV_B):
-                sent = action.other_end()
-                open_[schedule.position_of[sent.stage]].append(sent)
-            elif action.op in (Op.SEND_F, Op.SEND_B):
-                receive = action.other_end()
-                taken[receive] = open_.pop(schedule.position_of[receive.stage], [])
-    return taken

@@ -109,7 +109,7 @@ def test_the_formula_of_1f1b_is_what_its_lists_give(p: int, m: int, data: st.Dat
 
 def test_what_has_arrived_may_be_let_go_and_nothing_else() -> None:
     lists = schedules.build("1f1b", range(3), 4)
-    known = schedules.acknowledged(lists)
+    known = lists.acknowledged
     assert Action(0, Op.SEND_F, 0) in known[Action(0, Op.RECV_B, 0)]
     for receive, sent in known.items():
         lane = lists.actions[lists.position_of[receive.stage]]

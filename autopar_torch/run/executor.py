@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plan import Replica
-from ..schedule import Action, Op, Schedule, acknowledged
+from ..schedule import Action, Op, Schedule
 from .params import Reducer
 from .record import SILENT, Recorder, Silent
 from .stage import StageRunner, Values
@@ -109,7 +109,7 @@ class Executor:
         """`share` is called once, as soon as the outputs of all micro-batches are known."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
-        self.acknowledged = acknowledged(schedule)
+        self.acknowledged = schedule.acknowledged
         self.lasts = _last_backwards(actions)
         known = _outputs_known(actions)
         for index, action in enumerate(actions):

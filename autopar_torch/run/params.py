@@ -134,6 +134,12 @@ class ParamStore:
                 put(tensor, cast(Tensor, source(name)))
         for held in self.held.values():
             self._make_leaf(held)
+        whole = [held for held in self.held.values() if not held.zero]
+        self.copied = [held for held in whole if held.leaf.dtype != held.tensor.dtype]
+        self.same = [(held.leaf, held.tensor) for held in whole
+                     if held.leaf.dtype == held.tensor.dtype]  # fmt: skip
+        self.gathered = [held for held in self.held.values()
+                         if held.zero and not self.gathers_per_use(held)]  # fmt: skip
 
     def _make_leaf(self, held: Held) -> None:
         if self.graph.params[held.name].buffer:
@@ -151,16 +157,13 @@ class ParamStore:
 
     def refresh(self) -> None:
         """Bring the leaves up to date with what the optimizer did to the parameters."""
-        gathered = []
-        for held in self.held.values():
-            if held.zero:
-                gathered.append(held)
-            elif held.leaf.dtype != held.tensor.dtype:
-                with torch.no_grad():
-                    held.leaf.copy_(held.tensor)
-            elif held.leaf.data_ptr() != held.tensor.data_ptr():
-                held.leaf.data = held.tensor.data
-        self.gather(held for held in gathered if not self.gathers_per_use(held))
+        for leaf, tensor in self.same:
+            if leaf.data_ptr() != tensor.data_ptr():
+                leaf.data = tensor.data
+        with torch.no_grad():
+            for held in self.copied:
+                held.leaf.copy_(held.tensor)
+        self.gather(self.gathered)
 
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
@@ -225,6 +228,7 @@ class Bucket:
         self.steady = helds[0].steady
         self.sizes = [self._size(h) for h in helds]
         self.names = frozenset(h.name for h in helds)
+        self.leaves = [h.leaf for h in helds]
         self.waiting: set[str] = set()
         self.flat: Tensor | None = None
         self.got: Tensor | None = None
@@ -241,19 +245,19 @@ class Bucket:
         shape = (cast(Axis, self.axis).parts, size) if self.zero else (size,)
         flat = torch.empty(shape, dtype=like.dtype, device=like.device)
         if not (self.zero or self.mixed):  # the usual case, in one call
-            return torch.cat([_taken(held).view(-1) for held in self.helds], out=flat)
+            return torch.cat([_taken(leaf).reshape(-1) for leaf in self.leaves], out=flat)
         for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
             self._write(held, target)
         return flat
 
     def _write(self, held: Held, target: Tensor) -> None:
-        grad = _taken(held)
+        grad = _taken(held.leaf)
         if self.mixed:
             target.zero_()
             paste(target.view(held.shape), grad / held.holding.num_copies,
                   held.holding.boxes(held.shape))  # fmt: skip
         else:
-            _copy_rows(target, grad.view(-1), held.piece)
+            _copy_rows(target, grad.reshape(-1), held.piece)
 
     def launch(self) -> None:
         """Start summing; gradients that have not arrived are zeros."""
@@ -291,10 +295,10 @@ class Bucket:
         return [part[: held.tensor.numel()].view(held.tensor.shape) for held, part in pairs]
 
 
-def _taken(held: Held) -> Tensor:
+def _taken(leaf: Tensor) -> Tensor:
     """The gradient that a leaf has gathered, which starts afresh; zeros if nothing has arrived."""
-    grad, held.leaf.grad = held.leaf.grad, None
-    return held.leaf.new_zeros(held.local) if grad is None else grad.contiguous()
+    grad, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if grad is None else grad
 
 
 def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:

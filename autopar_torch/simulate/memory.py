@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..plan import Replica
-from ..schedule import Action, Op, Schedule, acknowledged
+from ..schedule import Action, Op, Schedule
 from ..timeline import Memory
 from .costs import Bucket, Costs, RankCost
 from .tasks import schedule_of
@@ -62,7 +62,7 @@ def _position(costs: Costs, index: int, replica: Replica, schedule: Schedule,
               states: int) -> dict[int, Memory]:  # fmt: skip
     """All ranks of one device group run the same list."""
     stages = sorted({action.stage for action in lane})
-    found, came_back = {}, acknowledged(schedule)
+    found, came_back = {}, schedule.acknowledged
     for place, rank in enumerate(replica.stages[stages[0]].devices):
         parts = {}
         for s in stages:
