@@ -129,7 +129,7 @@ class Side:
                 self.step()
                 marks.append(count.mark())
         tops = [count.peak(a, b) for a, b in itertools.pairwise(marks)]
-        return sum(storages.values()) + round(statistics.median(tops))
+        return sum(storages.values()) + max(tops)  # whoever releases unseen makes it less
 
 
 def session_for(sides: dict[str, Side]) -> Any:
