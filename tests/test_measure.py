@@ -176,7 +176,7 @@ def test_a_session_wants_two_rounds_and_names_what_varies_too_much() -> None:
     with pytest.raises(ProfileError, match="1 of at least 2 rounds"):
         found.profile()
     found.round()
-    runner = found.chains[0].runners[0]
+    runner = next(iter(found.chains.values())).runners[0]
     runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]
     assert any(name.startswith(runner.need.kind) for name in found.noise())
     assert found.profile().noise == found.noise()
@@ -201,11 +201,14 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
     plans = [fit(ap.Plan.uniform(num_micro_batches=m, recompute=r), traced.graph)
              for m in (1, 2, 4) for r in (False, True)]  # fmt: skip
     found = session(traced, plans, call, tensors, {}, parallel.world, parallel.device)
-    all_chains, cluster = dict(found.wanted), cluster_of(parallel.world)
+    cluster = cluster_of(parallel.world)
     found.focus(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
     found.round()
-    sampled = {chain for chain, blocks in all_chains.items() if blocks.cores}
-    assert sampled == {((), False, False, call.num_rows // 2)} < set(all_chains)
+    sampled = {chain for chain, blocks in found.chains.items() if blocks.cores}
+    assert sampled == {((), False, False, call.num_rows // 2)} < set(found.chains)
+    found.focus(*needs_of(plans, traced.graph, cluster, call.num_rows))
+    found.round()
+    assert all(blocks.cores for blocks in found.chains.values()), "what was left out comes back"
 
 
 def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:

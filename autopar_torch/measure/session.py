@@ -29,13 +29,12 @@ class Session:
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
                  batch: Callable[[], object], device: torch.device) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
-        by_chain = _chains(cells, traced)
-        self.chains = [
-            Blocks(own, traced, axes(chain.mesh), context(chain.rows), device,
-                   cluster.ranks_per_core > 1)
-            for chain, own in by_chain.items()
-        ]  # fmt: skip
-        self.wanted = dict(zip(by_chain, self.chains, strict=True))
+        self.chains = {
+            chain: Blocks(own, traced, axes(chain.mesh), context(chain.rows), device,
+                          cluster.ranks_per_core > 1)
+            for chain, own in _chains(cells, traced).items()
+        }  # fmt: skip
+        self.wanted = list(self.chains.values())
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
@@ -47,29 +46,28 @@ class Session:
             self.lines.round()
         self.round()
         self.rounds = 0
-        for chain in self.chains:
+        for chain in self.chains.values():
             chain.forget()
         self.lines.forget()
         self.extras.forget()
 
     def _count_bytes(self) -> None:
         with TensorBytes() as count:
-            for chain in self.chains:
+            for chain in self.chains.values():
                 chain.run_counted(count)
                 self._wait()
-        for chain in self.chains:
+        for chain in self.chains.values():
             chain.read_bytes(count)
 
     def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need; the rest was sampled enough."""
-        wanted = _focused(self.wanted, cells)
-        self.wanted = {chain: self.wanted[chain] for chain in wanted}
+        self.wanted = [self.chains[chain] for chain in _focused(self.chains, cells)]
         self.lines.focus(curves)
 
     def round(self) -> None:
         """One more sample of all that is wanted, everyone busy with the same at the same time."""
         self.rounds += 1
-        for chain in self.wanted.values():
+        for chain in self.wanted:
             self._wait()
             chain.round()
         self._wait()
@@ -86,8 +84,8 @@ class Session:
             raise ProfileError(f"{self.rounds} of at least {LEAST} rounds were measured",
                                where="Session.round", fix="call round() more often")  # fmt: skip
         found: dict[CellNeed, Piece] = {}
-        factors = evened([chain.rounds for chain in self.chains])
-        for chain, factor in zip(self.chains, factors, strict=True):
+        factors = evened([chain.rounds for chain in self.chains.values()])
+        for chain, factor in zip(self.chains.values(), factors, strict=True):
             found |= chain.result(self.cluster.ranks_per_core, factor)
         cells = [Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
                  for need in self.needs]  # fmt: skip
@@ -98,12 +96,12 @@ class Session:
 
     def _switch_s(self) -> float:
         """Of a rank alone on its core."""
-        found = [c.switch_s() for c in self.wanted.values() if c.active and not c.exchanges]
+        found = [c.switch_s() for c in self.wanted if c.active and not c.exchanges]
         return median(found) / self.cluster.ranks_per_core if found else 0.0
 
     def _jitter(self) -> Jitter:
         """Of the ranks that compute alone: where they exchange, waiting is measured as such."""
-        found = [c.jitter() for c in self.wanted.values() if c.active and not c.exchanges]
+        found = [c.jitter() for c in self.wanted if c.active and not c.exchanges]
         rounds = quantiles([x for own, _ in found for x in own])
         single = quantiles([x for _, own in found for x in own])
         if self.cluster.ranks_per_core > 1 or not found:
@@ -123,7 +121,7 @@ class Session:
         """What is wanted and not known well yet, with its error where that is largest; all must
         call this."""
         own = self.lines.errors()
-        for chain in self.wanted.values():
+        for chain in self.wanted:
             own |= chain.errors()
         found: dict[str, float] = {}
         for errors in self.places.gather(own):
