@@ -144,21 +144,22 @@ def test_the_gpt2_block_with_fused_qkv_is_split_the_same_way(gpt2: Traced) -> No
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """The least of several runs, on this thread's clock."""
-    times = []
-    for _ in range(9):
-        start = time.process_time()
-        work()
-        times.append(time.process_time() - start)
-    return min(times)
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def least_ratio(work: Callable[[], object], yardstick: Callable[[], object]) -> float:
+    """Of several interleaved runs, on this thread's clock: the speed of a core drifts."""
+    return min(cpu_seconds(work) / cpu_seconds(yardstick) for _ in range(15))
 
 
 def test_a_kind_on_one_axis_is_solved_in_under_20_ms(llama: Traced, gpt2: Traced) -> None:
-    """On a core that does 200,000 rounds of a plain loop in 10 ms; slower ones may take longer."""
-    loop = cpu_seconds(lambda: sum(i * i for i in range(200_000)))
+    """On a core that does 200,000 rounds of a plain loop in 7.2 ms: in 2.75 times that."""
     for traced in (llama, gpt2):
         program = traced.programs[traced.graph.blocks[1].kind]
-        assert cpu_seconds(partial(tabulate, program, (8,), GPUS)) < 2 * loop
+        solved = partial(tabulate, program, (8,), GPUS)
+        assert least_ratio(solved, lambda: sum(i * i for i in range(200_000))) < 2.75
 
 
 def test_two_axes_cost_no_more_than_the_best_of_one_of_them(llama: Traced) -> None:
