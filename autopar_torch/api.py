@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from . import files
 from .errors import AutoparError, PlanError, TraceError
 from .plan import Plan, Precision, check, fit, load_plan
-from .run import choose, fallback, offline, shardings, survey, world
+from .profile import QUICK_S
+from .run import choose, fallback, observe, offline, shardings, survey, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
@@ -146,7 +147,7 @@ def measure(
     example_inputs: Mapping[str, Any] | Sequence[Any],
     *,
     constraints: Constraints | Mapping[str, Any] | None = None,
-    seconds: float = survey.QUICK_S,
+    seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
 ) -> survey.Known:
     """What planning for this model needs to know of the machines torchrun started."""
@@ -155,7 +156,7 @@ def measure(
     call, tensors = take_apart(*_as_call(example_inputs))
     traced = _tracer(model, world.device(), loss_fn, limits.precision)(call, True, ("loss",))
     return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
-                          world.device(), choose.cluster_of(place), limits, seconds)  # fmt: skip
+                          world.device(), observe.cluster_of(place), limits, seconds)  # fmt: skip
 
 
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,

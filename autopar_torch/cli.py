@@ -26,6 +26,7 @@ from .errors import (
     SearchError,
     TraceError,
 )
+from .profile import QUICK_S
 
 # Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
@@ -65,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     simulated.add_argument("--out", help="file for the timeline")
     measured = _verb(verbs, "measure", _measure, "measure what planning needs, under torchrun")
     measured.add_argument("--out", required=True, help="file for what was measured")
-    measured.add_argument("--seconds", type=float, default=8.0, help="time to spend (8)")
+    measured.add_argument("--seconds", type=float, default=QUICK_S,
+                          help=f"time to spend after a first look ({QUICK_S:.0f})")  # fmt: skip
     run = verbs.add_parser("run", help="start a script under torchrun")
     run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
     run.add_argument("--print", action="store_true", help="only show the command")

@@ -20,6 +20,7 @@ from .plan import Sharding
 Number = TypeVar("Number", int, float)
 SPLIT = "/split"  # cells whose backward is cut into input and weight parts
 AGAIN = "/again"  # cells whose backward computes forward again
+QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
 
 
 class Piece(Struct, frozen=True):

@@ -90,16 +90,14 @@ class Schedule:
         them before it sent."""
         taken: dict[Action, list[Action]] = {}
         for lane in self.actions:
-            open_: defaultdict[int, list[Action]] = defaultdict(
-                list
-            )  # peer -> its sends, taken here
+            sends: defaultdict[int, list[Action]] = defaultdict(list)  # of each peer, taken here
             for action in lane:
                 if action.op in (Op.RECV_F, Op.RECV_B):
                     sent = action.other_end()
-                    open_[self.position_of[sent.stage]].append(sent)
+                    sends[self.position_of[sent.stage]].append(sent)
                 elif action.op in (Op.SEND_F, Op.SEND_B):
                     receive = action.other_end()
-                    taken[receive] = open_.pop(self.position_of[receive.stage], [])
+                    taken[receive] = sends.pop(self.position_of[receive.stage], [])
         return taken
 
     @classmethod

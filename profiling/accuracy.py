@@ -13,7 +13,6 @@ and updates, never a plan.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -116,20 +115,11 @@ class Side:
         self.computing.append(joined([recorder.result()]).parts(rank).compute_s)
 
     def peak_bytes(self) -> int:
-        """What lives between steps, and the most that a step adds."""
-        from autopar_torch.measure.bytes import TensorBytes
+        from autopar_torch.measure.bytes import peak_of
 
-        tensors = [h.tensor for h in self.model.store.held.values()]
-        tensors += [h.leaf for h in self.model.store.held.values()]
+        tensors = [t for h in self.model.store.held.values() for t in (h.tensor, h.leaf)]
         tensors += [v for s in self.optimizer.state.values() for v in s.values()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        with TensorBytes() as count:
-            marks = [count.mark()]
-            for _ in range(3):
-                self.step()
-                marks.append(count.mark())
-        tops = [count.peak(a, b) for a, b in itertools.pairwise(marks)]
-        return sum(storages.values()) + max(tops)  # whoever releases unseen makes it less
+        return peak_of(self.step, tensors)
 
 
 def session_for(sides: dict[str, Side]) -> Any:

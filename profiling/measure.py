@@ -15,8 +15,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from autopar_torch.cli import main as autopar  # noqa: E402
+from autopar_torch.profile import QUICK_S  # noqa: E402
 
-QUICK_S, THOROUGH_S = 8.0, 60.0
+THOROUGH_S = 60.0
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import autopar_torch as ap
-from autopar_torch.measure.bytes import TensorBytes
+from autopar_torch.measure.bytes import peak_of
 from autopar_torch.run import world
 from autopar_torch.shard.spatial import RankRing
 from autopar_torch.timeline import COMM, COMPUTE
@@ -69,18 +69,9 @@ class Side:
         self.losses.append(loss.item())
 
     def peak_bytes(self) -> int:
-        """What lives between steps, and the most that a step adds."""
-        held = self.model.store.held.values()
-        tensors = [t for h in held for t in (h.tensor, h.leaf)]
+        tensors = [t for h in self.model.store.held.values() for t in (h.tensor, h.leaf)]
         tensors += [v for s in self.optimizer.state.values() for v in s.values()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        with TensorBytes() as count:
-            marks = [count.mark()]
-            for _ in range(3):
-                self.step()
-                marks.append(count.mark())
-        tops = [count.peak(a, b) for a, b in itertools.pairwise(marks)]
-        return sum(storages.values()) + max(tops)  # whoever releases unseen makes it less
+        return peak_of(self.step, tensors)
 
     def waiting(self) -> Row:
         """Seconds of a measured step: computing, exchanging, waiting for rings, and waiting for

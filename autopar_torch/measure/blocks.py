@@ -21,7 +21,7 @@ from ..shard.ops import WeightQueue
 from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
-from .samples import Sample, Scales, jitter, scales, seconds
+from .samples import Sample, Scales, jitter, scales, seconds, whole
 from .stats import median, uncertainty
 
 PHASES = ("forward", "backward", "weight", "added")
@@ -103,7 +103,7 @@ class Runner:
 
 
 class Blocks:
-    """All cells of one mesh and number of rows, as a chain."""
+    """All cells of one mesh, kind of plan and number of rows, as a chain."""
 
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
                  context: dict[str, Any], device: torch.device,
@@ -170,7 +170,7 @@ class Blocks:
         for runner in self.runners:
             runner.samples.clear()
 
-    def result(self, ranks_per_core: int, factor: float = 1.0) -> dict[CellNeed, Piece]:
+    def result(self, ranks_per_core: int, factor: float) -> dict[CellNeed, Piece]:
         """`factor`: of what was seen here, where the noise of all chains is to be the same."""
         scale = Scales(*(factor * x for x in scales(self._columns, self.cores, ranks_per_core)))
         found = {}
@@ -192,8 +192,7 @@ class Blocks:
 
     @property
     def rounds(self) -> list[float]:
-        """Seconds of whole ones."""
-        return [sum(s.wall_s for s in row) for row in zip(*self._columns, strict=False)]
+        return whole(self._columns, lambda s: s.wall_s)
 
     def jitter(self) -> tuple[list[float], list[float]]:
         return jitter(self._columns)

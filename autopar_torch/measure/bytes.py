@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 
 @dataclass
@@ -83,3 +86,15 @@ class TensorBytes:
                 total += size
                 peak = max(peak, total)
         return peak
+
+
+def peak_of(step: Callable[[], object], lasting: Iterable[Tensor], repeats: int = 3) -> int:
+    """Of a training step: what lives between steps, and the most that one adds (a release that was
+    not seen makes it less)."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}
+    with TensorBytes() as count:
+        marks = [count.mark()]
+        for _ in range(repeats):
+            step()
+            marks.append(count.mark())
+    return sum(storages.values()) + max(count.peak(a, b) for a, b in itertools.pairwise(marks))

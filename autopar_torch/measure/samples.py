@@ -40,18 +40,20 @@ def scales(own: Columns, cores: Sequence[float], ranks_per_core: int) -> Scales:
     comm = sum(median([s.comm_s for s in samples]) for samples in own)
     if not compute:
         return Scales()
-    rounds = _rounds(own, lambda s: s.wall_s)
+    rounds = whole(own, lambda s: s.wall_s)
     if ranks_per_core == 1:
-        whole, left = median(_rounds(own, lambda s: s.compute_s)), _rounds(own, lambda s: s.comm_s)
+        computing = median(whole(own, lambda s: s.compute_s))
+        left = whole(own, lambda s: s.comm_s)
     elif comm:
-        whole = median(cores)
+        computing = median(cores)
         left = [wall - ranks_per_core * core for wall, core in zip(rounds, cores, strict=True)]
     else:
-        whole, left = median(rounds) / ranks_per_core, [0.0]
-    return Scales(whole / compute, max(0.0, median(left)) / comm if comm else 1.0)
+        computing, left = median(rounds) / ranks_per_core, [0.0]
+    return Scales(computing / compute, max(0.0, median(left)) / comm if comm else 1.0)
 
 
-def _rounds(own: Columns, value: Callable[[Sample], float]) -> list[float]:
+def whole(own: Columns, value: Callable[[Sample], float]) -> list[float]:
+    """Seconds of whole rounds."""
     count = min((len(samples) for samples in own), default=0)
     return [sum(value(samples[k]) for samples in own) for k in range(count)]
 
@@ -66,7 +68,7 @@ def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
 
 def jitter(own: Columns) -> tuple[list[float], list[float]]:
     """(factors of whole rounds, factors of single runs beside their round, one on average)."""
-    totals = _rounds(own, lambda s: s.compute_s)
+    totals = whole(own, lambda s: s.compute_s)
     if not totals:
         return [], []
     rounds = [total / max(median(totals), 1e-9) for total in totals]

@@ -41,11 +41,10 @@ class Session:
         self.extras = Extras(device, places, cluster.ranks_per_core, _trained_sizes(traced), batch,
                              lambda: context(rows))  # fmt: skip
         self._count_bytes()
-        self.rounds = 0
-        for _ in range(WARM_UP - 1):
+        for _ in range(WARM_UP - 1):  # blocks ran while they were counted
             self.lines.round()
+        self.rounds = -1  # one that does not count
         self.round()
-        self.rounds = 0
         for chain in self.chains.values():
             chain.forget()
         self.lines.forget()
@@ -96,17 +95,22 @@ class Session:
 
     def _switch_s(self) -> float:
         """Of a rank alone on its core."""
-        found = [c.switch_s() for c in self.wanted if c.active and not c.exchanges]
+        found = [chain.switch_s() for chain in self._alone()]
         return median(found) / self.cluster.ranks_per_core if found else 0.0
 
     def _jitter(self) -> Jitter:
-        """Of the ranks that compute alone: where they exchange, waiting is measured as such."""
-        found = [c.jitter() for c in self.wanted if c.active and not c.exchanges]
+        """Of single runs and whole rounds."""
+        found = [chain.jitter() for chain in self._alone()]
         rounds = quantiles([x for own, _ in found for x in own])
         single = quantiles([x for _, own in found for x in own])
         if self.cluster.ranks_per_core > 1 or not found:
             return Jitter()
         return Jitter(tuple(self._mean(rounds, True)), tuple(self._mean(single, True)))
+
+    def _alone(self) -> list[Blocks]:
+        """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first."""
+        found = [c for c in self.chains.values() if c.active and not c.exchanges]
+        return [c for c in found if c in self.wanted] or found
 
     def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
         own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)

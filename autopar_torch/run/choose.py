@@ -25,11 +25,10 @@ from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
 from .observe import cluster_of
-from .survey import Known, measure, name_noise
+from .survey import MOST_KEPT, Known, measure, name_noise
 from .world import World
 
 log = logging.getLogger("autopar_torch")
-MOST_KEPT = 64  # where ranks share cores, the engine knows better than the formula who is good
 DRAWS = 7  # of steps whose times vary as measured
 
 
@@ -135,6 +134,3 @@ def _keep(known: Known, path: Path) -> None:
         files.save(known, path)
     except (FileError, OSError) as error:
         log.warning("profile: not kept for the next run: %s", error)
-
-
-__all__ = ["Known", "best", "choose", "cluster_of", "measure", "recall"]

@@ -20,7 +20,7 @@ from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import CellNeed, CurveNeed, Lookup, Profile, cell_key, few
+from ..profile import QUICK_S, CellNeed, CurveNeed, Lookup, Profile, cell_key, few
 from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
@@ -35,10 +35,9 @@ from .world import World
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
-QUICK_S = 8.0  # for what is worth knowing better after the first rounds
+MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
 LINK_ROUNDS, LEAST_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 4, 30
 CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
-MOST_CLOSE = 64  # plans
 MOST_NAMES = 3  # of what is too uncertain
 
 
@@ -85,7 +84,7 @@ def _close(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints, 
     if world.rank == 0:
         try:
             found = search(graph, known.options, lookup(known.profile), num_rows, limits,
-                           kept=MOST_CLOSE)  # fmt: skip
+                           kept=MOST_KEPT)  # fmt: skip
             most_s = found.best.step_s * factor
             close = [c.plan for c in (found.best, *found.runners_up) if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
@@ -153,6 +152,3 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     for mesh in shapes if world.rank == 0 else ():
         made += ways.options(traced, mesh, prices(mesh), limits.rings)
     return files.decode(world.agree(files.encode(made)), list[Option])
-
-
-__all__ = ["Known", "measure", "name_noise"]
