@@ -50,6 +50,7 @@ class Line:
         self.busy: list[float] = []
         self.held: list[float] = []
         self.other = _computing(device)
+        self.uneven = op in ("sum", "scatter")  # they end a step
 
     def focus(self, sizes: Iterable[float]) -> None:
         wanted = {point for size in sizes for point in around(size, self.sizes)}
@@ -67,11 +68,14 @@ class Line:
             elif self.op == "send":
                 self._message(size, self.axis)
             else:
-                self._collective(size, work)
+                self._collective(size, work, self.axis)
 
-    def _collective(self, size: float, work: Callable[[], None]) -> None:
-        """As in training ranks come to it from other things, and not at the same moment."""
+    def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
+        """As in training ranks come to it from other things, each in turn later than the rest: who
+        has slept takes longer to be handed a long message."""
         self.other()
+        if self.uneven and len(self.samples[size]) % axis.parts == axis.index:
+            self.other()
         start = stamp()
         work()
         self.samples[size].append(between(start, stamp()))
