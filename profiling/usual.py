@@ -3,8 +3,8 @@
     python profiling/usual.py --quick      # one case, about a minute
     python profiling/usual.py --json FILE  # 2 ranks: plain loopback, 1 Gbit/s and 200 Mbit/s
 
-DDP, `fully_shard`, pure tensor and pure pipeline parallelism (see bench_native.py) and ours step in
-turn on 2 ranks; ratios are medians of paired rounds.
+DDP, `fully_shard`, pure tensor and pure pipeline parallelism step in turn with ours on 2 ranks, in
+processes of their own (see bench_native.py); ratios are medians of paired rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def rank_main(sizes_name: str, rounds: int, out: str) -> None:
     import bench_native as bench
     import torch
     import torch.distributed as dist
+    from apart import Twin
 
     import autopar_torch as ap
     from autopar_torch.search.explain import short
@@ -48,14 +50,12 @@ def rank_main(sizes_name: str, rounds: int, out: str) -> None:
     os.environ["AUTOPAR_CACHE"] = str(Path(out).parent / "cache")
     sizes = bench.Sizes(**SIZES[sizes_name])
     own = bench.Ours(sizes, ap.parallelize(bench.seeded_model(sizes), confirm=5))
-    sides: dict[str, Any] = {"ours": own, **{case: bench.native(case, sizes) for case in USUAL}}
-    for side in sides.values():
-        side.step()
-        side.step()
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(rounds):
-        for name in sorted(sides, reverse=bool(i % 2)):
-            times[name].append(bench.timed_ms(sides[name]))
+    bench.alive["ours"] = own
+    with Twin() as beside:
+        for case in USUAL:
+            beside(partial(bench.build, case, "native", case, sizes))
+        places = {"ours": bench.here} | dict.fromkeys(USUAL, beside)
+        times = bench.in_turn(places, rounds)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({"plan": short(own.model.plan), "ms": times}))
     dist.barrier()
