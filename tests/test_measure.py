@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
+from autopar_torch.measure.links import Line
 from autopar_torch.measure.samples import Sample
 from autopar_torch.measure.stats import evened
 from autopar_torch.plan import fit
@@ -23,6 +25,7 @@ from autopar_torch.run.confirm import race
 from autopar_torch.run.observe import cluster_of, session
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
+from autopar_torch.shard.collectives import Axis
 from autopar_torch.simulate.needs import needs_of
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
@@ -209,6 +212,13 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
     found.focus(*needs_of(plans, traced.graph, cluster, call.num_rows))
     found.round()
     assert all(blocks.cores for blocks in found.chains.values()), "what was left out comes back"
+
+
+def test_a_rank_that_waited_does_not_make_a_sum_uncertain() -> None:
+    places: Any = SimpleNamespace(rank=1, axis=lambda ranks: Axis(None, 2, 1, ranks))
+    line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=True)
+    line.samples[8.0] = [0.9, 0.1] * 4  # every other time it waits for rank 0
+    assert line.own(8.0) == [0.1] * 4
 
 
 def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from .stats import median, uncertainty
 MOST_POINTS = 5
 FLUSH = 1 << 22
 T = TypeVar("T")
+LATE = ("sum", "scatter")  # what ends a step: ranks do not come to it together
 WARM_UP = 2  # rounds that are not timed
 WIDTH, DEPTH = 192, 4  # of what a sender computes before it sends
 
@@ -42,15 +43,14 @@ class Line:
     """One kind of communication among the ranks of one group, at several sizes."""
 
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
-                 device: torch.device) -> None:  # fmt: skip
-        self.op, self.ranks, self.device = op, ranks, device
+                 device: torch.device, uneven: bool) -> None:  # fmt: skip
+        self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
         self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.busy: list[float] = []
         self.held: list[float] = []
         self.other = _computing(device)
-        self.uneven = op in ("sum", "scatter")  # they end a step
 
     def focus(self, sizes: Iterable[float]) -> None:
         wanted = {point for size in sizes for point in around(size, self.sizes)}
@@ -71,14 +71,20 @@ class Line:
                 self._collective(size, work, self.axis)
 
     def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
-        """As in training ranks come to it from other things, each in turn later than the rest: who
-        has slept takes longer to be handed a long message."""
+        """As in training ranks come to it from other things. If `uneven`, each in turn later than
+        the rest: who has slept takes longer to be handed a long message."""
         self.other()
         if self.uneven and len(self.samples[size]) % axis.parts == axis.index:
             self.other()
         start = stamp()
         work()
         self.samples[size].append(between(start, stamp()))
+
+    def own(self, size: float) -> list[float]:
+        """Samples in which this rank waited for nobody."""
+        if self.axis is None or not self.uneven:
+            return self.samples[size]
+        return self.samples[size][self.axis.index :: self.axis.parts]
 
     def _message(self, size: float, axis: Axis) -> None:
         sent = torch.ones(max(1, int(size) // 4), device=self.device)
@@ -189,7 +195,7 @@ class Lines:
     """All communication that some plans need, one group of each kind."""
 
     def __init__(self, needs: Sequence[CurveNeed], cluster: Cluster, places: Places,
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device, late: Collection[str] = LATE) -> None:  # fmt: skip
         groups: dict[tuple[str, str], tuple[tuple[int, ...], set[float]]] = {}
         for need in sorted(needs, key=lambda n: (n.op, n.ranks)):
             ranks = tuple(sorted(need.ranks))
@@ -198,7 +204,7 @@ class Lines:
         places.make_groups(ranks for ranks, _ in groups.values())
         self.places, self.cluster = places, cluster
         self.busy = torch.ones(128, 128, device=device)
-        self.lines = {key: Line(key[0], ranks, list(sizes), places, device)
+        self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late)
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
     def focus(self, needs: Sequence[CurveNeed]) -> None:
@@ -246,6 +252,6 @@ class Lines:
 
     def errors(self) -> dict[str, float]:
         """How uncertain the time of every message is in which this rank takes part."""
-        return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(line.samples[size])
+        return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(line.own(size))
                 for (op, group), line in self.lines.items() if line.axis
                 for size in line.wanted}  # fmt: skip

@@ -135,7 +135,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
-    lines = Lines(needs, cluster, world, device)
+    lines = Lines(needs, cluster, world, device, late=())  # inside of blocks
     for _ in range(WARM_UP + LINK_ROUNDS):
         lines.round()
     seen = Lookup(Profile(cluster, (), lines.result()))
