@@ -155,11 +155,11 @@ def least_ratio(work: Callable[[], object], yardstick: Callable[[], object]) -> 
 
 
 def test_a_kind_on_one_axis_is_solved_in_under_20_ms(llama: Traced, gpt2: Traced) -> None:
-    """On a core that does 200,000 rounds of a plain loop in 7.2 ms: in 2.75 times that."""
+    """On a core that does 200,000 rounds of a plain loop in 10 ms; slower ones may take longer."""
     for traced in (llama, gpt2):
         program = traced.programs[traced.graph.blocks[1].kind]
         solved = partial(tabulate, program, (8,), GPUS)
-        assert least_ratio(solved, lambda: sum(i * i for i in range(200_000))) < 2.75
+        assert least_ratio(solved, lambda: sum(i * i for i in range(200_000))) < 2
 
 
 def test_two_axes_cost_no_more_than_the_best_of_one_of_them(llama: Traced) -> None:
