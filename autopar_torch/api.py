@@ -19,7 +19,7 @@ from .run import choose, fallback, observe, offline, shardings, survey, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
-from .search.best import Outcome
+from .search.best import KEPT, Outcome
 from .search.explain import summary
 from .search.space import Constraints
 from .search.why import Case
@@ -230,8 +230,9 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
     if _couples(traced) - {"batch_norm"}:
         limits = msgspec.structs.replace(limits, dp=1)
     buffers = dict(parallel.module.named_buffers())
-    found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits)
-    if confirm:
+    kept = max(KEPT, confirm)
+    found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits, kept)
+    if confirm > 0:
         found = confirmed(parallel, found, confirm, traced, call, tensors)
     parallel.found = found
     parallel.adopt(found.plan, traced, call, source())

@@ -232,10 +232,11 @@ def test_when_nothing_fits_the_nearest_miss_is_told_by_category() -> None:
     assert text.count("; or ") == 2
 
 
-def test_the_best_of_all_degrees_come_before_a_second_of_any() -> None:
+def test_the_best_of_all_degrees_that_are_near_come_before_a_second_of_any() -> None:
     kinds = ({"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2})
-    choices = [Choice(Plan.uniform(**kind), float(i), 0.0) for i, kind in enumerate(kinds)]
-    assert [c.step_s for c in varied(choices, 4)] == [0.0, 3.0, 4.0, 1.0]
+    times = (10.0, 11.0, 12.0, 13.0, 20.0)
+    choices = [Choice(Plan.uniform(**k), t, 0.0) for k, t in zip(kinds, times, strict=True)]
+    assert [c.step_s for c in varied(choices, 4)] == [10.0, 13.0, 11.0, 12.0]
 
 
 def test_a_time_limit_gives_a_plan_and_a_gap() -> None:

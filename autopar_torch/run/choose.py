@@ -33,42 +33,44 @@ DRAWS = 7  # of steps whose times vary as measured
 
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
-           world: World, device: torch.device, limits: Constraints) -> Outcome:  # fmt: skip
-    """The fastest plan for this batch on these ranks, the same on every rank."""
+           world: World, device: torch.device, limits: Constraints,
+           kept: int = KEPT) -> Outcome:  # fmt: skip
+    """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
     cluster = cluster_of(world)
     known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     error: AutoparError | None = None
     found = None
     if world.rank == 0:
         try:
-            found = best(traced.graph, known, call.num_rows, limits)
+            found = best(traced.graph, known, call.num_rows, limits, kept)
         except AutoparError as failed:
             error = failed
     world.together(error)
     return files.decode(world.agree(files.encode(found)), Outcome)
 
 
-def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints) -> Outcome:
+def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
+         kept: int = KEPT) -> Outcome:  # fmt: skip
     """Search by the formula; the engine, which shares cores and links, orders the best of them.
 
     Where nothing was measured and nobody shares, the engine would only repeat the formula. What the
     formula took to fit, the engine may find too large: then the search is asked for less.
     """
-    kept = KEPT if known.profile.assumed else MOST_KEPT
-    result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=kept)
+    looked_at = kept if known.profile.assumed else max(kept, MOST_KEPT)
+    result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=looked_at)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
         if known.profile.cluster.ranks_per_core == 1:
-            choices = varied(choices, KEPT)
+            choices = varied(choices, kept)
         choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
         room = limits.room(known.profile.cluster)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > room:
             less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
-            return best(graph, known, num_rows, less)
+            return best(graph, known, num_rows, less, kept)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
-    first, *others = sorted(varied(choices, KEPT), key=lambda c: c.step_s)
+    first, *others = sorted(varied(choices, kept), key=lambda c: c.step_s)
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))

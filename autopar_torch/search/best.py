@@ -26,6 +26,7 @@ from .tables import Array, Tables
 KEPT = 8  # plans, the best among them
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
 FIRST = 512  # candidates whose bound of time is worked out at first; then ever twice as many
+MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
 
@@ -40,10 +41,12 @@ class Choice(Struct, frozen=True):
 
 def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
     """So many of them, in their order but the best with any degrees before a second with the same:
-    where measuring erred, it erred about all of those."""
+    where measuring erred, it erred about all of those. Degrees that are far behind wait their turn.
+    """
     heads: dict[tuple[int, int, int], Choice] = {}
     for choice in choices:
-        heads.setdefault(choice.plan.degrees, choice)
+        if choice.step_s <= MOST_OFF * choices[0].step_s:
+            heads.setdefault(choice.plan.degrees, choice)
     first = list(heads.values())
     return [*first, *(c for c in choices if c not in first)][:count]
 
