@@ -111,8 +111,8 @@ def test_what_the_engine_finds_too_large_is_not_taken(
     graph, options, profile, num_rows, _ = problem(seed)
     known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
-    monkeypatch.setattr(choose, "_simulated", lambda choice, *_: structs.replace(
-        choice, memory_bytes=1.25 * choice.memory_bytes))  # fmt: skip
+    monkeypatch.setattr(choose, "_simulated", lambda choices, *_: [
+        structs.replace(c, memory_bytes=1.25 * c.memory_bytes) for c in choices])  # fmt: skip
     free = choose.best(graph, known, num_rows, Constraints())
     limits = Constraints(memory_bytes=int(0.9 * free.memory_bytes))
     try:

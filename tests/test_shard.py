@@ -6,13 +6,14 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings, strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import autopar_torch
 from autopar_torch.cluster import GPU, NVLINK
@@ -24,6 +25,7 @@ from autopar_torch.shard.layout import (
     layouts_text,
     parse_layouts,
 )
+from autopar_torch.shard.linear import direct_linear
 from autopar_torch.shard.price import Prices, moves
 from autopar_torch.shard.rules import view_pieces
 from autopar_torch.shard.solve import frontier, solve_chain, tabulate
@@ -222,3 +224,27 @@ def test_a_loss_writes_over_scores_only_where_nothing_else_needs_them(
     (result["loss"] if outputs else result).backward()
     torch.testing.assert_close(model.fc.weight.grad, wanted)
     assert ("overwrite" in parallel.explain("")) == free
+
+
+# --- linears --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_weight_gradient_is_added_to_what_is_there_and_listeners_are_told_of_each(
+    turned: bool,
+) -> None:
+    shape = (5, 4) if turned else (4, 5)
+    weight, listened = (torch.randn(shape).requires_grad_() for _ in range(2))
+    listened.data, told, alone = weight.data.clone(), [0], torch.zeros(shape)
+    listened.register_post_accumulate_grad_hook(lambda _: told.append(told.pop() + 1))
+    places = set()
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        for own in (weight, listened):
+            direct_linear(x, own, None, turned).square().sum().backward()
+        whole = weight.detach().requires_grad_()
+        (x @ (whole.t() if turned else whole)).square().sum().backward()
+        alone += cast(Tensor, whole.grad)
+        places.add(cast(Tensor, weight.grad).data_ptr())
+    torch.testing.assert_close((weight.grad, listened.grad), (alone, alone))
+    assert (len(places), told) == (1, [3])

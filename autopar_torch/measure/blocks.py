@@ -16,8 +16,8 @@ from ..model import Block, TensorInfo
 from ..profile import CellNeed, Piece
 from ..shard.collectives import Axis
 from ..shard.layout import local_shape, parse_forms
+from ..shard.linear import WeightQueue
 from ..shard.lower import lower
-from ..shard.ops import WeightQueue
 from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
@@ -213,8 +213,7 @@ class Blocks:
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
             context: dict[str, Any], device: torch.device) -> Runner:  # fmt: skip
     graph = traced.programs[need.kind]
-    module = lower(graph, need.sharding, axes, rows=need.rows, device=device, replicas=None,
-                   defer=need.split)  # fmt: skip
+    module = lower(graph, need.sharding, axes, rows=need.rows, device=device)
     args = []
     for node in graph.find_nodes(op="placeholder"):
         if node.name in block.context:

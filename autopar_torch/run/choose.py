@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from ..cluster import Cluster
 from ..errors import AutoparError, FileError
 from ..model import ModelGraph
 from ..profile import Profile
-from ..search.best import KEPT, SAFETY, Choice, Outcome, search, varied
+from ..search.best import KEPT, MOST_OFF, SAFETY, Choice, Outcome, search, varied
 from ..search.space import Constraints
 from ..simulate import simulate
 from ..simulate.network import lookup
@@ -62,8 +63,8 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     if not known.profile.assumed:
         if known.profile.cluster.ranks_per_core == 1:
             choices = varied(choices, kept)
-        choices = [_simulated(choice, graph, known.profile, num_rows) for choice in choices]
         room = limits.room(known.profile.cluster)
+        choices = _simulated(choices, kept, room, graph, known.profile, num_rows)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > room:
             less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
@@ -76,10 +77,21 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))
 
 
-def _simulated(choice: Choice, graph: ModelGraph, profile: Profile, num_rows: int) -> Choice:
-    timeline = simulate(choice.plan, graph, profile, num_rows, draws=DRAWS)
-    peak = max(memory.peak_bytes for memory in timeline.memory)
-    return Choice(choice.plan, timeline.step_s, peak)
+def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelGraph,
+               profile: Profile, num_rows: int) -> list[Choice]:  # fmt: skip
+    """In their order by the formula, until it puts the next one far behind the best that fits; but
+    no fewer than `least`."""
+    found: list[Choice] = []
+    best_s = math.inf
+    for choice in choices:
+        if len(found) >= least and choice.step_s > MOST_OFF * best_s:
+            break
+        timeline = simulate(choice.plan, graph, profile, num_rows, draws=DRAWS)
+        peak = max(memory.peak_bytes for memory in timeline.memory)
+        found.append(Choice(choice.plan, timeline.step_s, peak))
+        if SAFETY * peak <= room:
+            best_s = min(best_s, timeline.step_s)
+    return found
 
 
 def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],

@@ -13,8 +13,8 @@ from ..model import Block, TensorInfo
 from ..plan import Plan, Stage
 from ..shard.collectives import Axis
 from ..shard.holdings import value_shape
+from ..shard.linear import WeightQueue
 from ..shard.lower import lower
-from ..shard.ops import WeightQueue
 from ..trace import Traced
 from .params import Held, ParamStore
 
@@ -80,7 +80,6 @@ class StageRunner:
             self.programs[key] = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
                 device=self.device, replicas=self.replicas,
-                defer=self.plan.schedule == "zero_bubble",
             )  # fmt: skip
         return self.programs[key]
 

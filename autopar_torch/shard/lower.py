@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import ShardingError
-from ..model import at_rows
+from ..model import ROWS, TensorInfo, at_rows
 from ..plan import Sharding
 from .collectives import (
     Axis,
@@ -38,7 +38,7 @@ from .layout import (
     local_shape,
     parse_forms,
 )
-from .ops import deferred_linear
+from .linear import direct_linear
 from .price import Move, moves
 from .rules import Op, op_name
 from .solve import Choice, combine
@@ -54,11 +54,10 @@ class Lowering:
     """Rewrites one block; `finish` gives the module."""
 
     def __init__(self, graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis],
-                 replicas: Axis | None, rows: int, device: torch.device,
-                 defer: bool) -> None:  # fmt: skip
+                 replicas: Axis | None, rows: int, device: torch.device) -> None:  # fmt: skip
         self.source, self.sharding, self.axes = graph, sharding, tuple(axes)
         self.mesh = tuple(axis.parts for axis in axes)
-        self.replicas, self.rows, self.device, self.defer = replicas, rows, device, defer
+        self.replicas, self.rows, self.device = replicas, rows, device
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -204,12 +203,11 @@ class Lowering:
         """How many parts a dim is cut in."""
         return math.prod(cut.parts for cut in all_cuts(layouts, self.mesh) if cut.split.dim == dim)
 
-    def _summed(self, choice: Choice) -> int:
+    def _summed(self, choice: Choice | None) -> int:
         """Product of the axes whose results are partial sums."""
-        count = 1
-        for layout, parts in zip(choice.out, self.mesh, strict=True):
-            count *= parts if layout == PARTIAL else 1
-        return count
+        layouts = choice.out if choice is not None else ()
+        return math.prod(parts for layout, parts in zip(layouts, self.mesh, strict=False)
+                         if layout == PARTIAL)  # fmt: skip
 
     def _scaled(self, value: fx.Node, by: int) -> fx.Node:
         return value if by == 1 else self.graph.call_function(aten.mul.Tensor, (value, 1.0 / by))
@@ -222,8 +220,6 @@ class Lowering:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
             module = SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
-        if choice is not None and choice.ring is not None:
-            return self._spatial(node, choice, ready)
         if choice is not None and _is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
         if choice is not None and name == "embedding" and PARTIAL in choice.out:
@@ -233,10 +229,10 @@ class Lowering:
             return self.graph.call_module(target, (ready[node.args[0]], ready[node.args[1]]))  # type: ignore[index]
         if name == "cross_entropy":
             return self._loss(node, choice, ready)
+        if name in _LINEAR and (new := self._linear(node, choice, ready)):
+            return new
         if choice is not None and PARTIAL in choice.out and name in _BIAS:
             return self._with_scaled_bias(node, choice, ready)
-        if self.defer and name == "linear":
-            return self._deferred(node, ready)
         return None
 
     def _place_of(self, layouts: Layouts) -> int | None:
@@ -285,24 +281,38 @@ class Lowering:
         shared = self._scaled(ready[bias], self._summed(choice))
         return self._plain(node, choice, {**ready, bias: shared})
 
-    def _spatial(self, node: fx.Node, choice: Choice, ready: Ready) -> fx.Node:
-        """A linear in a ring; where its results are partial sums, each adds a share of the bias."""
-        op, first = Op(node), int(op_name(node) == "addmm")
-        bias = op.arg(0) if first else op.arg(2)
-        args = [ready[op.arg(first)], ready[op.arg(first + 1)]]
+    def _linear(self, node: fx.Node, choice: Choice | None, ready: Ready) -> fx.Node | None:
+        """By a parameter, in a ring or whole. Where results are partial sums, each rank adds a
+        share of the bias."""
+        x, weight, bias = (Op(node).arg(place) for place in _LINEAR[op_name(node)])
+        ring = choice.ring if choice is not None else None
+        leaf = ready[weight].op == "placeholder" and _is_weight(weight.meta["info"])
+        if ring is None and not (leaf and _is_plain(node, x, bias)):
+            return None
+        args, turned = [ready[x], ready[weight]], op_name(node) == "linear"
         if bias is not None:
             args.append(self._scaled(ready[bias], self._summed(choice)))
-        axis = self.axes[cast(int, choice.ring)]
-        leaf = self.defer and args[1].op == "placeholder"
-        module = SpatialLinear(axis, op_name(node) == "linear", leaf)
+        if ring is None:
+            new = self.graph.call_function(direct_linear, tuple(args))
+            new.kwargs = {} if turned else {"turned": False}
+            return new
+        module = SpatialLinear(self.axes[ring], turned, leaf)
         return self.graph.call_module(self._module("spatial_linear", module), tuple(args))
 
-    def _deferred(self, node: fx.Node, ready: Ready) -> fx.Node | None:
-        weight = ready[node.args[1]]  # type: ignore[index]
-        if weight.op != "placeholder" or not node.args[1].meta["info"].grad:  # type: ignore[union-attr]
-            return None
-        args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args)
-        return self.graph.call_function(deferred_linear, args)
+
+# Where an op has its input, its weight and its bias.
+_LINEAR = {"linear": (0, 1, 2), "addmm": (1, 2, 0), "matmul": (0, 1, 2), "mm": (0, 1, 2)}
+
+
+def _is_weight(info: TensorInfo) -> bool:
+    """A matrix that is trained, and that no batch makes longer."""
+    return info.grad and len(info.shape) == 2 and all(n % ROWS for n in info.shape)
+
+
+def _is_plain(node: fx.Node, x: fx.Node, bias: fx.Node | None) -> bool:
+    """Rows times a matrix, to all of which the same is added."""
+    same = bias is None or len(bias.meta["info"].shape) == 1
+    return same and not node.kwargs and len(x.meta["info"].shape) >= 2
 
 
 _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2,
@@ -340,11 +350,9 @@ def _verb(step: Move) -> str:
 
 
 def lower(graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis], *, rows: int,
-          device: torch.device, replicas: Axis | None = None,
-          defer: bool = False) -> fx.GraphModule:  # fmt: skip
+          device: torch.device, replicas: Axis | None = None) -> fx.GraphModule:  # fmt: skip
     """The program of this rank for micro-batches of `rows` rows.
 
-    `replicas` is the axis of data parallelism, for ops that look at the whole batch; `defer` makes
-    weight gradients of linears wait for their own action (zero-bubble schedules).
+    `replicas` is the axis of data parallelism, for ops that look at the whole batch.
     """
-    return Lowering(graph, sharding, axes, replicas, rows, device, defer).finish()
+    return Lowering(graph, sharding, axes, replicas, rows, device).finish()

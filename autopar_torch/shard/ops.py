@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -77,58 +76,3 @@ def mean_over_rows(values: Tensor, denominator: Tensor) -> Tensor:
 def count_values(batch: Tensor, per_row: int) -> Tensor:
     """Number of values in the whole batch, which has so many in every row."""
     return torch.tensor(float(batch.shape[0] * per_row), device=batch.device)
-
-
-class WeightQueue:
-    """Weight gradients put off during a backward, to be computed by a later action."""
-
-    active: WeightQueue | None = None
-
-    def __init__(self) -> None:
-        self.waiting: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
-
-    def __enter__(self) -> WeightQueue:
-        WeightQueue.active = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        WeightQueue.active = None
-
-    @torch.no_grad()
-    def flush(self) -> list[Tensor]:
-        """Compute and accumulate what waits, letting go of each as it is done; returns the weights
-        that got a gradient."""
-        done = []
-        while self.waiting:
-            weight, product = self.waiting.popleft()
-            weight.grad = product() if weight.grad is None else weight.grad.add_(product())
-            done.append(weight)
-        return done
-
-
-class _DeferredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias = weight, bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (x,), (dy,) = ctx.saved_tensors, grads
-        dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
-        db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return dx, now_or_later(ctx.weight, lambda: dy.flatten(0, -2).t() @ x.flatten(0, -2)), db
-
-
-def now_or_later(weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-    """The gradient of a weight, None if it waits for its own action."""
-    if WeightQueue.active is None:
-        return product()
-    WeightQueue.active.waiting.append((weight, product))
-    return None
-
-
-def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` whose weight gradient may wait, while a WeightQueue is active."""
-    return cast(Tensor, _DeferredLinear.apply(x, weight, bias))

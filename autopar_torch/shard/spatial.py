@@ -16,6 +16,7 @@ stay home, and what travels is let go: one message less, and dI arrives as I was
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from .collectives import Axis, start_messages
 from .layout import side
-from .ops import now_or_later
+from .linear import deliver, outer, product
 from .watch import heard
 
 Shift = tuple[int, int]  # a block comes from rank (r + a, c + b) and goes to (r - a, c - b)
@@ -81,7 +82,7 @@ def forward(ring: Ring, x: Tensor, weight: Tensor, turned: bool) -> tuple[Tensor
     total: Tensor | None = None
     for t in range(ring.n):
         land = ring.start((x, weight), FORWARD) if t < ring.n - 1 else None
-        total = _add(total, x, weight.t() if turned else weight)
+        total = product(total, x, weight.t() if turned else weight)
         if land is not None:
             x, weight = land()
     return cast(Tensor, total), x
@@ -92,7 +93,7 @@ def backward(ring: Ring, dy: Tensor, weight: Tensor, turned: bool) -> tuple[Tens
     total: Tensor | None = None
     for t in range(ring.n):
         land = ring.start((dy, weight), BACKWARD) if t < ring.n - 1 else None
-        total = _add(total, dy, weight if turned else weight.t())
+        total = product(total, dy, weight if turned else weight.t())
         if land is not None:
             dy, weight = land()
     return cast(Tensor, total), dy
@@ -103,20 +104,12 @@ def gradient(ring: Ring, x: Tensor, dy: Tensor, turned: bool) -> Tensor:
     total: Tensor | None = None
     for t in range(ring.n - 1):
         land = ring.start((x, dy), TURN if t == ring.n - 2 else GRADIENT)
-        total = _add(total, *_outer(x, dy, turned))
+        total = product(total, *outer(x, dy, turned))
         x, dy = land()
     land = ring.start((cast(Tensor, total),), (HOME,))
-    a, b = _outer(x, dy, turned)
+    a, b = outer(x, dy, turned)
     last = a @ b
     return land()[0].add_(last)
-
-
-def _outer(x: Tensor, dy: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
-    return (dy.t(), x) if turned else (x.t(), dy)
-
-
-def _add(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    return a @ b if total is None else total.addmm_(a, b)
 
 
 class _Spatial(torch.autograd.Function):
@@ -143,9 +136,13 @@ class _Spatial(torch.autograd.Function):
             (dy,) = ring.start((dy,), (SKIP,))()
         if not ctx.needs_input_grad[1]:
             return dx, None, db, None
-        if linear.defer:
-            return dx, now_or_later(ctx.weight, lambda: gradient(ring, x, dy, turned)), db, None
-        return dx, gradient(ring, x, dy, turned), db, None
+        work = partial(_gradient, ring, x, dy, turned)
+        return dx, deliver(ctx.weight, work) if linear.leaf else work(None), db, None
+
+
+def _gradient(ring: Ring, x: Tensor, dy: Tensor, turned: bool, into: Tensor | None) -> Tensor:
+    found = gradient(ring, x, dy, turned)
+    return found if into is None else into.add_(found)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -155,9 +152,9 @@ def _flat(x: Tensor) -> Tensor:
 class SpatialLinear(nn.Module):
     """`linear` (turned weight) or `addmm` on this rank's blocks; the bias is its columns' part."""
 
-    def __init__(self, axis: Axis, turned: bool, defer: bool) -> None:
+    def __init__(self, axis: Axis, turned: bool, leaf: bool) -> None:
         super().__init__()
-        self.ring, self.turned, self.defer = RankRing(axis), turned, defer
+        self.ring, self.turned, self.leaf = RankRing(axis), turned, leaf
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cast(Tensor, _Spatial.apply(x, weight, bias, self))

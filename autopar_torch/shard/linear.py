@@ -1,0 +1,91 @@
+"""Linears whose weight gradients go straight to where they belong, or wait to be asked for.
+
+Autograd makes a gradient, then adds it to the one that is there: another pass over both, and memory
+for one more. A product that starts from what is there needs neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Work = Callable[[Tensor | None], Tensor]  # makes a gradient, added to what is given
+
+
+class WeightQueue:
+    """Weight gradients put off during a backward, to be computed by a later action."""
+
+    active: WeightQueue | None = None
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Tensor, Work]] = deque()
+
+    def __enter__(self) -> WeightQueue:
+        WeightQueue.active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        WeightQueue.active = None
+
+    @torch.no_grad()
+    def flush(self) -> list[Tensor]:
+        """Compute and accumulate what waits, letting go of each as it is done; returns the weights
+        that got a gradient."""
+        done = []
+        while self.waiting:
+            weight, work = self.waiting.popleft()
+            weight.grad = work(weight.grad)
+            done.append(weight)
+        return done
+
+
+def deliver(weight: Tensor, work: Work) -> Tensor | None:
+    """The gradient of a leaf for autograd to add; None where it waits for its own action, or has
+    been added to what is there: that is only done where nobody is told of its coming."""
+    if WeightQueue.active is not None:
+        WeightQueue.active.waiting.append((weight, work))
+        return None
+    if weight.grad is None or weight._post_accumulate_grad_hooks:
+        return work(None)
+    work(weight.grad)
+    return None
+
+
+def product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Added to a total, if there is one."""
+    return a @ b if total is None else total.addmm_(a, b)
+
+
+def outer(x: Tensor, dy: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+    """Factors of the gradient of a weight (`turned`: that of `linear`, else that of `addmm`)."""
+    return (dy.t(), x) if turned else (x.t(), dy)
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.has_bias, ctx.turned = weight, bias is not None, turned
+        if turned or bias is None:
+            return F.linear(x, weight if turned else weight.t(), bias)
+        return torch.addmm(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (x,), (dy,), turned = ctx.saved_tensors, grads, ctx.turned
+        weight, flat = ctx.weight, dy.flatten(0, -2)
+        dx = dy @ (weight if turned else weight.t()) if ctx.needs_input_grad[0] else None
+        db = flat.sum(0) if ctx.has_bias else None
+        factors = outer(x.flatten(0, -2), flat, turned)
+        return dx, deliver(weight, lambda into: product(into, *factors)), db, None
+
+
+def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+                  turned: bool = True) -> Tensor:  # fmt: skip
+    """`linear`, or (not turned) `addmm`, by a weight that is a leaf."""
+    return cast(Tensor, _Direct.apply(x, weight, bias, turned))
