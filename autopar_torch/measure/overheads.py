@@ -10,7 +10,7 @@ import torch
 from ..profile import Overheads
 from ..shard.parts import fill
 from ..shard.watch import between, stamp
-from .links import Places
+from .links import FLUSH, Places
 from .stats import median
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
@@ -21,7 +21,7 @@ class Extras:
     """Samples of an optimizer step, of packing, and of whatever else a step does.
 
     Updating and packing are timed with tensors as large as the model's own, since both depend on
-    how many there are and on how much of them a cache holds.
+    how many there are and on how much of them a cache holds: after a block, nothing of them.
     """
 
     def __init__(self, device: torch.device, places: Places, ranks_per_core: int,
@@ -36,13 +36,14 @@ class Extras:
             "batch": batch,
             "context": context,
         }
-        self.places, self.ranks_per_core = places, ranks_per_core
+        self.places, self.ranks_per_core, self.device = places, ranks_per_core, device
         if ranks_per_core > 1:
             self.works |= _meetings(places, device)
         self.samples: dict[str, list[float]] = {name: [] for name in self.works}
 
     def round(self) -> None:
         for name, work in self.works.items():
+            torch.ones(FLUSH, device=self.device)
             start = stamp()
             work()
             self.samples[name].append(between(start, stamp()))
@@ -96,12 +97,13 @@ def _filling(sizes: Sequence[int], device: torch.device) -> Callable[[], object]
     """Parameters cut in two put together again, as ZeRO does it with what ranks gathered."""
     wholes = [torch.ones(size, device=device, requires_grad=True) for size in sizes]
     halves = [torch.ones(-(-size // 2), device=device) for size in sizes]
+    came = torch.cat(halves)
 
     def work() -> None:
-        flat, end = torch.cat(halves), 0
+        flat, end = torch.cat([half.detach().to(half.dtype).reshape(-1) for half in halves]), 0
         for whole, half in zip(wholes, halves, strict=True):
-            piece = flat[end : (end := end + len(half))]
-            fill(whole, len(half), [piece, piece])
+            span = slice(end, end := end + len(half))
+            fill(whole, len(half), [flat[span], came[span]])
 
     return work
 
