@@ -26,6 +26,7 @@ from autopar_torch.shard.layout import (
     parse_layouts,
 )
 from autopar_torch.shard.linear import direct_linear
+from autopar_torch.shard.lower import lower
 from autopar_torch.shard.price import Prices, moves
 from autopar_torch.shard.rules import view_pieces
 from autopar_torch.shard.solve import frontier, solve_chain, tabulate
@@ -248,3 +249,12 @@ def test_a_weight_gradient_is_added_to_what_is_there_and_listeners_are_told_of_e
         places.add(cast(Tensor, weight.grad).data_ptr())
     torch.testing.assert_close((weight.grad, listened.grad), (alone, alone))
     assert (len(places), told) == (1, [3])
+
+
+def test_products_by_parameters_run_as_direct_linears_others_as_they_were(
+    llama: Traced, gpt2: Traced
+) -> None:
+    for traced, op, count in ((llama, "linear", 7), (gpt2, "addmm", 4)):
+        program = traced.programs[traced.graph.blocks[1].kind]
+        code = lower(program, None, (), rows=2, device=torch.device("cpu")).code
+        assert (code.count("direct_linear("), f"aten.{op}." in code) == (count, False)

@@ -8,20 +8,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..profile import Overheads
-from ..shard.parts import fill
+from ..shard.parts import fill, flat_piece
 from ..shard.watch import between, stamp
 from .links import FLUSH, Places
 from .stats import median
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
 MATMUL, MEETINGS = 384, 4
+COLD = ("update", "fill")  # come long after what they need was last used
 
 
 class Extras:
     """Samples of an optimizer step, of packing, and of whatever else a step does.
 
     Updating and packing are timed with tensors as large as the model's own, since both depend on
-    how many there are and on how much of them a cache holds: after a block, nothing of them.
+    how many there are and on how much of them a cache holds: of what is updated or filled, nothing.
     """
 
     def __init__(self, device: torch.device, places: Places, ranks_per_core: int,
@@ -43,7 +44,8 @@ class Extras:
 
     def round(self) -> None:
         for name, work in self.works.items():
-            torch.ones(FLUSH, device=self.device)
+            if name in COLD:
+                torch.ones(FLUSH, device=self.device)
             start = stamp()
             work()
             self.samples[name].append(between(start, stamp()))
@@ -100,7 +102,7 @@ def _filling(sizes: Sequence[int], device: torch.device) -> Callable[[], object]
     came = torch.cat(halves)
 
     def work() -> None:
-        flat, end = torch.cat([half.detach().to(half.dtype).reshape(-1) for half in halves]), 0
+        flat, end = torch.cat([flat_piece(half, half.dtype, len(half)) for half in halves]), 0
         for whole, half in zip(wholes, halves, strict=True):
             span = slice(end, end := end + len(half))
             fill(whole, len(half), [flat[span], came[span]])

@@ -19,7 +19,7 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
-from ..shard.parts import fill, part
+from ..shard.parts import fill, flat_piece, part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
 from .world import World
 
@@ -172,7 +172,7 @@ class ParamStore:
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
         for axis, group in _by_team(helds):
-            flat = torch.cat([_padded(h) for h in group])
+            flat = torch.cat([flat_piece(h.tensor, h.leaf.dtype, h.piece) for h in group])
             pieces = gather_pieces(flat, axis)
             offset = 0
             for held in group:
@@ -209,14 +209,6 @@ def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
     for held in helds:
         groups.setdefault(held.team.ranks, []).append(held)
     return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
-
-
-def _padded(held: Held) -> Tensor:
-    """This rank's ZeRO piece in the leaf's type, flat, with padding."""
-    flat = held.tensor.detach().to(held.leaf.dtype).reshape(-1)
-    return flat if flat.numel() == held.piece else torch.cat(
-        [flat, flat.new_zeros(held.piece - flat.numel())]
-    )  # fmt: skip
 
 
 class Bucket:

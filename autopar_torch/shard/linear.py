@@ -45,10 +45,8 @@ class WeightQueue:
 
 
 def deliver(weight: Tensor, work: Work) -> Tensor | None:
-    """The gradient of a weight for autograd to add; None where it waits for its own action, or has
+    """The gradient of a leaf for autograd to add; None where it waits for its own action, or has
     been added to what is there: that is only done where nobody is told of its coming."""
-    if not weight.is_leaf:
-        return work(None)
     if WeightQueue.active is not None:
         WeightQueue.active.waiting.append((weight, work))
         return None
@@ -89,5 +87,5 @@ class _Direct(torch.autograd.Function):
 
 def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                   turned: bool = True) -> Tensor:  # fmt: skip
-    """`linear`, or (not turned) `addmm`, by a weight that is usually a leaf."""
+    """`linear`, or (not turned) `addmm`, by a weight that is a leaf."""
     return cast(Tensor, _Direct.apply(x, weight, bias, turned))

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import ShardingError
-from ..model import ROWS, TensorInfo, at_rows
+from ..model import at_rows
 from ..plan import Sharding
 from .collectives import (
     Axis,
@@ -40,7 +40,7 @@ from .layout import (
 )
 from .linear import direct_linear
 from .price import Move, moves
-from .rules import Op, op_name
+from .rules import OPERANDS, Op, op_name
 from .solve import Choice, combine
 from .spatial import SpatialLinear
 from .square import all_strategies
@@ -205,8 +205,8 @@ class Lowering:
 
     def _summed(self, choice: Choice | None) -> int:
         """Product of the axes whose results are partial sums."""
-        layouts = choice.out if choice is not None else ()
-        return math.prod(parts for layout, parts in zip(layouts, self.mesh, strict=False)
+        layouts = choice.out if choice is not None else (WHOLE,) * len(self.mesh)
+        return math.prod(parts for layout, parts in zip(layouts, self.mesh, strict=True)
                          if layout == PARTIAL)  # fmt: skip
 
     def _scaled(self, value: fx.Node, by: int) -> fx.Node:
@@ -229,7 +229,7 @@ class Lowering:
             return self.graph.call_module(target, (ready[node.args[0]], ready[node.args[1]]))  # type: ignore[index]
         if name == "cross_entropy":
             return self._loss(node, choice, ready)
-        if name in _LINEAR and (new := self._linear(node, choice, ready)):
+        if name in OPERANDS and (new := self._linear(node, choice, ready)):
             return new
         if choice is not None and PARTIAL in choice.out and name in _BIAS:
             return self._with_scaled_bias(node, choice, ready)
@@ -284,10 +284,10 @@ class Lowering:
     def _linear(self, node: fx.Node, choice: Choice | None, ready: Ready) -> fx.Node | None:
         """By a parameter, in a ring or whole. Where results are partial sums, each rank adds a
         share of the bias."""
-        x, weight, bias = (Op(node).arg(place) for place in _LINEAR[op_name(node)])
+        x, weight, bias = (Op(node).arg(place) for place in OPERANDS[op_name(node)])
         ring = choice.ring if choice is not None else None
-        leaf = ready[weight].op == "placeholder" and _is_weight(weight.meta["info"])
-        if ring is None and not (leaf and _is_plain(node, x, bias)):
+        leaf = _is_parameter(ready[weight]) and weight.meta["info"].grad
+        if ring is None and not (leaf and _is_plain(node, x, weight, bias)):
             return None
         args, turned = [ready[x], ready[weight]], op_name(node) == "linear"
         if bias is not None:
@@ -300,19 +300,15 @@ class Lowering:
         return self.graph.call_module(self._module("spatial_linear", module), tuple(args))
 
 
-# Where an op has its input, its weight and its bias.
-_LINEAR = {"linear": (0, 1, 2), "addmm": (1, 2, 0), "matmul": (0, 1, 2), "mm": (0, 1, 2)}
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a value is a parameter as this rank holds it (slots of parameters begin so)."""
+    return node.op == "placeholder" and node.name.startswith("w_")
 
 
-def _is_weight(info: TensorInfo) -> bool:
-    """A matrix that is trained, and that no batch makes longer."""
-    return info.grad and len(info.shape) == 2 and all(n % ROWS for n in info.shape)
-
-
-def _is_plain(node: fx.Node, x: fx.Node, bias: fx.Node | None) -> bool:
+def _is_plain(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
     """Rows times a matrix, to all of which the same is added."""
-    same = bias is None or len(bias.meta["info"].shape) == 1
-    return same and not node.kwargs and len(x.meta["info"].shape) >= 2
+    dims = [None if n is None else len(n.meta["info"].shape) for n in (x, weight, bias)]
+    return not node.kwargs and dims[0] != 1 and dims[1] == 2 and dims[2] in (None, 1)
 
 
 _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2,

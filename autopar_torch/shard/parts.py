@@ -60,6 +60,13 @@ def fill(whole: Tensor, rows: int, pieces: Sequence[Tensor]) -> None:
                 whole[start:end] = one.view(shape)[: end - start]
 
 
+def flat_piece(own: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    """A rank's rows of a parameter as they travel: of that type, flat, with padding."""
+    flat = own.detach().to(dtype).reshape(-1)
+    lacking = size - flat.numel()
+    return torch.cat([flat, flat.new_zeros(lacking)]) if lacking else flat
+
+
 def padded(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
     """A whole value that is zero outside of one rank's piece."""
     frame = Frame(x, layout, parts)

@@ -28,6 +28,10 @@ class Factor(NamedTuple):
     out: int | None
 
 
+# Where a product has its input, its weight and its bias.
+OPERANDS = {"linear": (0, 1, 2), "matmul": (0, 1, 2), "mm": (0, 1, 2), "addmm": (1, 2, 0)}
+
+
 class Op:
     """What rules look at: shapes of the tensor inputs and of the (first) output."""
 

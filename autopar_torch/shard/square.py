@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, Square, Strategy, side
-from .rules import Op, strategies
+from .rules import OPERANDS, Op, strategies
 
-_OPERAND = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
 Pairs = dict[fx.Node, dict[tuple[Split, Split], None]]  # value -> rows and columns of its squares
 
 
@@ -39,8 +38,8 @@ def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list
 
 def _spatial(op: Op, options: list[Strategy]) -> list[Strategy]:
     """A linear: one strategy per way to cut its rows and its columns."""
-    first = _OPERAND.get(op.name)
-    x, w = (None, None) if first is None or op.kwargs else (op.at(first), op.at(first + 1))
+    places = OPERANDS.get(op.name)
+    x, w = (None, None) if places is None or op.kwargs else map(op.at, places[:2])
     if x is None or w is None or x == w or len(op.shapes[w]) != 2:
         return []
     rows = [s for s in options if s.ins[x] != WHOLE and s.ins[w] == WHOLE]
