@@ -18,7 +18,6 @@ from .errors import ProfileError
 from .plan import Sharding
 
 Number = TypeVar("Number", int, float)
-SPLIT = "/split"  # cells whose backward is cut into input and weight parts
 AGAIN = "/again"  # cells whose backward computes forward again
 QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
 
@@ -178,12 +177,11 @@ class CellNeed(Struct, frozen=True, dict=True):
     kind: str
     sharding: Sharding | None
     rows: int
-    split: bool = False  # backward cut into input and weight parts
     again: bool = False  # forward computed again in backward
 
     @cached_property
     def key(self) -> str:
-        return cell_key(self.sharding, self.split, self.again)
+        return cell_key(self.sharding, self.again)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.key, self.rows))
@@ -235,7 +233,7 @@ def sharding_key(sharding: Sharding | None) -> str:
     return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def cell_key(sharding: Sharding | str | None, split: bool, again: bool) -> str:
+def cell_key(sharding: Sharding | str | None, again: bool) -> str:
     """Names the program of a cell (its sharding, or the key of that) and how its backward runs."""
     own = sharding if isinstance(sharding, str) else sharding_key(sharding)
-    return own + (SPLIT if split else "") + (AGAIN if again else "")
+    return own + (AGAIN if again else "")

@@ -233,6 +233,8 @@ def build(
     rule, ops = (_RULES[name], (Op.F, *split)) if backward else (_gpipe, (Op.F,))
     progress = _Progress(position_of, num_micro_batches, ops)
     compute = _play(progress, rule, len(progress.stages) if name == "interleaved" else 1)
+    if name == "1f1b" and backward:
+        compute = _hurry(compute, position_of)
     lanes = _insert_transfers(compute, position_of)
     for lane, stages in zip(lanes, progress.stages, strict=True):
         lane += [Action(stage, Op.REDUCE) for stage in reversed(stages) if backward]
@@ -268,6 +270,20 @@ def _pick(progress: _Progress, rule: _Rule, group: int, position: int) -> Action
         if progress.ready(action) and rule(progress, action)
     )
     return min(candidates, key=lambda action: _preference(action, group), default=None)
+
+
+def _hurry(compute: list[list[Action]], position_of: Sequence[int]) -> list[list[Action]]:
+    """While a pipeline drains, positions wait for those after them: so once a position has done its
+    forwards, it first does of each backward what the one before waits for."""
+    lanes: list[list[Action]] = []
+    for lane in compute:
+        forwards = [index for index, action in enumerate(lane) if action.op is Op.F]
+        lanes.append([])
+        for index, action in enumerate(lane):
+            drains = forwards and index > forwards[-1] and _transfer(action, _SENDS, position_of)
+            ops = (Op.I, Op.W) if drains else (action.op,)
+            lanes[-1] += [action._replace(op=op) for op in ops]
+    return lanes
 
 
 def _insert_transfers(

@@ -70,17 +70,17 @@ def _model(draw: random.Random, num_kinds: int,
 def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Cell]:
     base, back, kept = draw.uniform(1e-3, 1e-2), draw.uniform(1.0, 3.0), draw.choice([500, 2000])
     comm = 0.0 if sharding is None else 1e-3
+    early, late = draw.choice([(0.6, 0.4), (0.5, 0.7), (1.1, 0.0), (0.4, 0.5)])  # as noise has it
     found = []
-    for split in (False, True):
-        for again in (False, True):
-            extra = base if again else 0.0
-            pieces = tuple(
-                Piece(n, base * n, (back * base + extra) * n, (0.6 * back * base + extra) * n,
-                      0.4 * back * base * n, comm, comm * (2 if again else 1), 256.0 * n,
-                      (256.0 if again else kept) * n, 600.0 * n, 700.0 * n)
-                for n in (1, 16)
-            )  # fmt: skip
-            found.append(Cell(kind, cell_key(sharding, split, again), pieces))
+    for again in (False, True):
+        extra = base if again else 0.0
+        pieces = tuple(
+            Piece(n, base * n, (back * base + extra) * n, (early * back * base + extra) * n,
+                  late * back * base * n, comm, comm * (2 if again else 1), 256.0 * n,
+                  (256.0 if again else kept) * n, 600.0 * n, 700.0 * n)
+            for n in (1, 16)
+        )  # fmt: skip
+        found.append(Cell(kind, cell_key(sharding, again), pieces))
     return found
 
 

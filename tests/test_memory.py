@@ -14,6 +14,7 @@ from msgspec import structs
 
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
+from autopar_torch.measure.session import LEAST
 from autopar_torch.run import choose, survey
 from autopar_torch.search.best import SAFETY, Choice
 from autopar_torch.search.space import Constraints
@@ -73,6 +74,7 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2, "zero": 3},
     {"dp": 2, "zero": 3, "num_micro_batches": 2},
     {"dp": 2, "num_micro_batches": 4},
+    {"pp": 2, "num_micro_batches": 4},
     {"pp": 2, "num_micro_batches": 4, "schedule": "zero_bubble"},
     {"tp": 2, "recompute": True},
 ]
@@ -86,8 +88,8 @@ def counted() -> list[tuple[float, float]]:
     for side in sides.values():
         side.step()
     session = session_for(sides)
-    session.round()
-    session.round()
+    for _ in range(LEAST):
+        session.round()
     profile, rank = session.profile(), dist.get_rank()
     found = []
     for side in sides.values():
@@ -104,7 +106,7 @@ def test_predicted_bytes_are_those_of_the_process() -> None:
             assert 1 / SAFETY < predicted / measured < 1.08, plan
 
 
-@pytest.mark.parametrize("seed", [2, 3, 4, 6, 8, 9])
+@pytest.mark.parametrize("seed", [5, 6, 7, 8, 9, 10])
 def test_what_the_engine_finds_too_large_is_not_taken(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +130,7 @@ def test_what_the_engine_finds_too_large_is_not_taken(
 def test_the_engine_looks_at_plans_until_the_formula_puts_them_far_behind_one_that_fits(
     least: int, room: float, looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, _, profile, num_rows, _ = problem(2)
+    graph, _, profile, num_rows, _ = problem(5)
     step = Timeline((), 1.0, (Memory(fixed=1),))
     monkeypatch.setattr(choose, "simulate", lambda *_, **__: step)
     choices = [Choice(ap.Plan.uniform(dp=2), s, 0.0) for s in (1.0, 1.2, 1.39, 1.41, 3.0)]
@@ -140,7 +142,7 @@ def test_the_engine_looks_at_plans_until_the_formula_puts_them_far_behind_one_th
 def test_as_many_plans_are_kept_as_are_to_be_tried(
     kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, options, profile, num_rows, _ = problem(2)
+    graph, options, profile, num_rows, _ = problem(5)
     known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: choices)

@@ -59,9 +59,10 @@ def makespan(schedule: Schedule) -> int:
 def classic_1f1b(p: int, position: int, m: int) -> str:
     warm_up = min(p - position - 1, m)
     steady = [f"F{warm_up + i} B{i}" for i in range(m - warm_up)]
-    return " ".join(
-        [*(f"F{i}" for i in range(warm_up)), *steady, *(f"B{i}" for i in range(m - warm_up, m))]
-    )
+    words = [*(f"F{i}" for i in range(warm_up)), *steady, *(f"B{i}" for i in range(m - warm_up, m))]
+    for i in range(max(0, m - p + position), m) if position else ():
+        words = [f"I{i} W{i}" if word == f"B{i}" else word for word in " ".join(words).split()]
+    return " ".join(words)
 
 
 def edit(schedule: Schedule, position: int, change: Callable[[list[str]], None]) -> Schedule:
@@ -111,7 +112,7 @@ def test_more_lines_than_positions_are_refused() -> None:
 def test_1f1b_on_two_positions_is_the_known_list() -> None:
     assert build("1f1b", (0, 1), 3).text().split("\n") == [
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0F2,0SEND_F2,0RECV_B1,0B1,0RECV_B2,0B2,0REDUCE",
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2,1REDUCE",
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F2,1F2,1I2,1SEND_B2,1W2,1REDUCE",
     ]
 
 
@@ -119,9 +120,9 @@ def test_1f1b_on_four_positions_is_the_known_list() -> None:
     schedule = build("1f1b", range(4), 8)
     assert [compute(schedule, position) for position in range(4)] == [
         "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
-        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
-        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 I5 W5 I6 W6 I7 W7",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 I6 W6 I7 W7",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 I7 W7",
     ]
 
 
@@ -146,19 +147,29 @@ def test_every_stage_computes_every_micro_batch_once(
     name: str, position_of: list[int], m: int, backward: bool
 ) -> None:
     """Stated apart from the checker, so that a blind checker does not hide it."""
-    split = {Op.I, Op.W} if name == "zero_bubble" else {Op.B}
-    found = sorted(
-        (position, action)
-        for position, lane in enumerate(build(name, position_of, m, backward).actions)
-        for action in lane
-        if action.op in COST
-    )
-    assert found == sorted(
-        (position, Action(stage, op, micro_batch))
-        for stage, position in enumerate(position_of)
-        for op in ({Op.F} | split if backward else {Op.F})
-        for micro_batch in range(m)
-    )
+    done: dict[tuple[int, int, int], list[Op]] = {}
+    for position, lane in enumerate(build(name, position_of, m, backward).actions):
+        for action in lane:
+            if action.op in COST:
+                place = (position, action.stage, action.micro_batch)
+                done.setdefault(place, []).append(action.op)
+    assert sorted(done) == sorted((p, s, j) for s, p in enumerate(position_of) for j in range(m))
+    allowed = [[Op.F, Op.B]] if name != "zero_bubble" else []
+    allowed += [[Op.F, Op.I, Op.W]] if name in ("1f1b", "zero_bubble") else []
+    assert all(ops in (allowed if backward else [[Op.F]]) for ops in done.values())
+
+
+@UNTIMED
+@given(layouts, counts)
+def test_1f1b_hurries_backwards_that_others_wait_for_once_the_forwards_are_done(
+    position_of: list[int], m: int
+) -> None:
+    for lane in build("1f1b", position_of, m).actions:
+        seen = [action.op for action in lane]
+        forwards_end = len(seen) - seen[::-1].index(Op.F) if Op.F in seen else 0
+        for index, action in enumerate(lane):
+            if action.op is Op.SEND_B:
+                assert seen[index - 1] is (Op.I if index > forwards_end else Op.B)
 
 
 def test_without_micro_batches_only_the_reductions_remain_highest_stage_first() -> None:
@@ -198,9 +209,12 @@ def test_zero_bubble_takes_no_longer_than_1f1b(position_of: list[int], m: int) -
 
 @UNTIMED
 @given(st.integers(1, 6), st.integers(0, 12))
-def test_the_bubble_of_zero_bubble_is_a_third_of_1f1b_s(p: int, extra: int) -> None:
+def test_the_bubbles_of_1f1b_and_zero_bubble_are_two_and_one_thirds_of_gpipe_s(
+    p: int, extra: int
+) -> None:
     m = 2 * p + extra
-    assert makespan(build("1f1b", range(p), m)) == 3 * m + 3 * (p - 1)
+    assert makespan(build("gpipe", range(p), m)) == 3 * m + 3 * (p - 1)
+    assert makespan(build("1f1b", range(p), m)) == 3 * m + 2 * (p - 1)
     assert makespan(build("zero_bubble", range(p), m)) == 3 * m + (p - 1)
 
 
@@ -310,5 +324,5 @@ def test_a_cyclic_wait_is_refused_with_a_picture_of_it() -> None:
     assert str(caught.value).split("\n") == [
         "deadlock: no position can go on",
         "  position 0: 0RECV_B0, 0F0, 0SEND_F0, 0B0  <-- stuck, waits for 1SEND_B0",
-        "  position 1: 1RECV_F0, 1F0, 1B0, 1SEND_B0  <-- stuck, waits for 0SEND_F0",
+        "  position 1: 1RECV_F0, 1F0, 1I0, 1SEND_B0  <-- stuck, waits for 0SEND_F0",
     ]

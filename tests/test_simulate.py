@@ -98,7 +98,8 @@ seconds = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.3])
 def test_the_formula_of_1f1b_is_what_its_lists_give(p: int, m: int, data: st.DataObject) -> None:
     columns = [data.draw(st.lists(seconds, min_size=p, max_size=p)) for _ in range(6)]
     pipe = formula.Pipeline(*columns)
-    work = {Op.F: pipe.forward, Op.B: pipe.backward, Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}
+    work = {Op.F: pipe.forward, Op.B: pipe.backward, Op.I: pipe.input, Op.W: pipe.weight,
+            Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}  # fmt: skip
 
     def taken(action: Action) -> float:
         return work[action.op][action.stage] if action.op in work else 0.0

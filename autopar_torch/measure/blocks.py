@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +26,10 @@ from .bytes import TensorBytes
 from .samples import Sample, Scales, jitter, scales, seconds, whole
 from .stats import median, uncertainty
 
-PHASES = ("forward", "backward", "weight", "added")
+WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
+PHASES = (*WHOLE, "input", "weight")
+TURNS = ("backward", "added", "input")  # how the backwards of a round run, in turn
+ALIKE = ("backward", "backward", "input")  # where ranks share a core
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
@@ -55,7 +60,7 @@ class Runner:
     args: list[Any]
     grads: list[Tensor]  # of the outputs that have one, made before anything is counted
     outputs: tuple[Any, ...] = ()
-    queue: WeightQueue | None = None
+    queue: WeightQueue = field(default_factory=WeightQueue)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     counted: Counted | None = None
 
@@ -63,17 +68,18 @@ class Runner:
     def leaves(self) -> list[Tensor]:
         return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
 
-    def forward(self) -> None:
+    def forward(self, keep: bool = True) -> None:
         self.outputs, sample = sampled(self.run)
-        self.samples.setdefault("forward", []).append(sample)
+        if keep:
+            self.samples.setdefault("forward", []).append(sample)
 
     def run(self) -> tuple[Any, ...]:
         if self.need.again:
             return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
         return self.module(*self.args)
 
-    def backward(self, adds: bool = False) -> None:
-        """With `adds` its gradients are there already."""
+    def backward(self, how: str = "backward") -> None:
+        """Whole, "added" to gradients that are there, or only the "input" part of it."""
         ends = [y for y in self.outputs if isinstance(y, Tensor) and y.requires_grad]
         if not self.grads:
             self.grads = [torch.ones_like(y) for y in ends]
@@ -82,20 +88,14 @@ class Runner:
             if ends:
                 torch.autograd.backward(ends, self.grads)
 
-        if self.need.split:
-            with WeightQueue() as self.queue:
-                _, sample = sampled(work)
-        else:
+        with self.queue if how == "input" else contextlib.nullcontext():
             _, sample = sampled(work)
         self.outputs = ()
-        phase = "added" if adds else "backward"
-        self.samples.setdefault(phase, []).append(sample)
+        self.samples.setdefault(how, []).append(sample)
 
     def weights(self) -> None:
-        if self.queue is not None:
-            _, sample = sampled(self.queue.flush)
-            self.samples.setdefault("weight", []).append(sample)
-            self.queue = None
+        _, sample = sampled(self.queue.flush)
+        self.samples.setdefault("weight", []).append(sample)
 
     def clear(self) -> None:
         for leaf in self.leaves:
@@ -113,7 +113,8 @@ class Blocks:
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
-        self.shares_core, self.turn = shares_core, True
+        self.shares_core = shares_core
+        self.turns = itertools.cycle(ALIKE if shares_core else TURNS)
         self.cores: list[float] = []  # seconds on this thread's core, per round
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
@@ -126,20 +127,21 @@ class Blocks:
             self.runners += made
 
     def round(self) -> None:
-        """All forwards, then all backwards from the last; every other time to what is there
-        (not where a core is shared: its rounds have to be alike)."""
-        self.turn = self.shares_core or not self.turn
+        """All forwards, then all backwards from the last."""
+        how = next(self.turns)
         core = time.thread_time()
         for runner in self.runners:
-            runner.forward()
+            runner.forward(keep=how != "input")
         for runner in reversed(self.runners):
-            adds = self.turn and not self.shares_core and not runner.need.split
-            runner.backward(adds)
-        for runner in self.runners:
-            runner.weights()
-            if self.turn or runner.need.split:
+            runner.backward(how)
+        if how == "input":
+            for runner in reversed(self.runners):
+                runner.weights()
+        else:
+            self.cores.append(time.thread_time() - core)
+        if how != "backward" or self.shares_core:
+            for runner in self.runners:
                 runner.clear()
-        self.cores.append(time.thread_time() - core)
         self.switched.append(sampled(self.typical.run)[1])
 
     @property
@@ -162,7 +164,7 @@ class Blocks:
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
             if runner.counted is not None:
-                self.pieces[runner.need] = _bytes(runner.counted, count, runner.need.split)
+                self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
         self.cores.clear()
@@ -175,20 +177,20 @@ class Blocks:
         scale = Scales(*(factor * x for x in scales(self._columns, self.cores, ranks_per_core)))
         found = {}
         for need in {r.need for r in self.runners}:
-            forward, backward, weight, added = (
+            forward, backward, added, early, late = (
                 seconds(self._samples(need, phase), scale) for phase in PHASES
             )
-            whole = backward[0] + weight[0]
             found[need] = Piece(
-                need.rows, forward[0], whole, backward[0] if need.split else 0.0, weight[0],
+                need.rows, forward[0], backward[0], early[0], late[0],
                 forward[1], backward[1], **self.pieces.get(need, {}),
-                added_s=added[0] - whole if added[0] else 0.0,
+                added_s=added[0] - backward[0] if added[0] else 0.0,
             )  # fmt: skip
         return found
 
     @property
     def _columns(self) -> list[list[Sample]]:
-        return [samples for runner in self.runners for samples in runner.samples.values()]
+        """Of whole backwards: those in two parts would count twice."""
+        return [r.samples[phase] for r in self.runners for phase in WHOLE if phase in r.samples]
 
     @property
     def rounds(self) -> list[float]:
@@ -238,27 +240,28 @@ def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
 
 
 def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
-    """A run that adds to gradients which are there: before, after forward, after the part of
-    backward that others wait for, at the end."""
+    """Runs that add to gradients which are there: before, after forward and backward; and, in
+    another one, after the part of backward that others wait for."""
     runner.forward()
     runner.backward()
-    runner.weights()
     start = count.mark()
     runner.forward()
     out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
     ran = count.mark()
     runner.backward()
+    end = count.mark()
+    runner.forward()
+    runner.backward("input")
     back = count.mark()
     runner.weights()
-    end = count.mark()
     given = sum(g.numel() * g.element_size() for g in runner.grads)
     runner.clear()
-    return Counted((start, ran, back, end), out, given)
+    return Counted((start, ran, end, back), out, given)
 
 
-def _bytes(run: Counted, count: TensorBytes, split: bool) -> dict[str, float]:
+def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
     """What a block keeps and needs, beyond what was there before."""
-    start, ran, back, end = run.marks
+    start, ran, end, back = run.marks
     before = count.at(start)
     kept = count.at(ran) - before
     return {
@@ -266,5 +269,5 @@ def _bytes(run: Counted, count: TensorBytes, split: bool) -> dict[str, float]:
         "kept_bytes": float(kept),
         "forward_bytes": float(count.peak(start, ran) - before),
         "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
-        "stash_bytes": float(count.at(back) - before + run.given) if split else 0.0,
+        "stash_bytes": float(count.at(back) - before + run.given),
     }

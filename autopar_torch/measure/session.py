@@ -19,7 +19,7 @@ from .links import WARM_UP, Lines, Places
 from .overheads import Extras
 from .stats import NOISE_LIMIT, evened, median, quantiles
 
-LEAST = 2  # rounds: gradients are made in one and added to in the next
+LEAST = 3  # rounds: every way to run a backward has its turn
 
 
 class Session:
@@ -146,13 +146,12 @@ class Chain(NamedTuple):
     """Blocks of one kind of plan run after one another, as in a step of it."""
 
     mesh: tuple[int, ...]
-    split: bool
     again: bool
     rows: int
 
 
 def _chain(need: CellNeed) -> Chain:
-    return Chain(need.sharding.mesh if need.sharding else (), need.split, need.again, need.rows)
+    return Chain(need.sharding.mesh if need.sharding else (), need.again, need.rows)
 
 
 def _chains(cells: Sequence[CellNeed], traced: Traced) -> dict[Chain, list[CellNeed]]:
@@ -169,6 +168,6 @@ def _focused(known: Collection[Chain], cells: Iterable[CellNeed]) -> list[Chain]
     asked = {_chain(need) for need in cells}
     found = set()
     for chain in asked:
-        like = {c.rows: c for c in known if c[:3] == chain[:3]}
+        like = {c.rows: c for c in known if c[:2] == chain[:2]}
         found |= {like[rows] for rows in around(chain.rows, like)}
     return [chain for chain in known if chain in found]

@@ -132,7 +132,7 @@ def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constrain
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 
-FORMAT = 8  # of what a profile means: changes with the measuring code
+FORMAT = 9  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path) -> Known | None:

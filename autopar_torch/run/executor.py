@@ -195,20 +195,20 @@ class Executor:
 
     def _weights(self, action: Action) -> None:
         runner, reducer = self.stages[action.stage], cast(Reducer, self.reducer)
-        runner.backward_weight(action.micro_batch)
+        if action in self.lasts:
+            reducer.expect_last(self._final_names(action))
+        runner.backward_weight(action.micro_batch, reducer.arrived)
         reducer.after_backward(runner.params)
 
     def _final_names(self, action: Action) -> list[str]:
         """Parameters that no later action of this rank adds a gradient to."""
-        if action.op is not Op.B:
-            return []
         others = [p for s, r in self.stages.items() if s != action.stage for p in r.params]
         return [p for p in self.stages[action.stage].params if p not in others]
 
 
 def _last_backwards(actions: Sequence[Action]) -> set[Action]:
     """The last backward of every stage."""
-    last = {a.stage: a for a in actions if a.op is Op.B}
+    last = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
     return set(last.values())
 
 

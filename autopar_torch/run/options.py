@@ -134,7 +134,7 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
               prices: dict[tuple[int, ...], Prices]) -> list[Cell]:  # fmt: skip
-    """Cells by datasheet, whole and with a backward in two parts."""
+    """Cells by datasheet, with forward kept and computed again."""
     cells: dict[tuple[str, str], Cell] = {}
     for found in options:
         for block, sharding in zip(traced.graph.blocks, found.shardings, strict=True):
@@ -144,10 +144,9 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
             pieces = tuple(estimate(traced.programs[block.kind], sharding,
                                     prices[found.mesh]._replace(rows=n)) for n in rows)  # fmt: skip
             again = tuple(again_of(piece) for piece in pieces)
-            for split in (False, True):
-                for own, recompute in ((pieces, False), (again, True)):
-                    key = cell_key(sharding, split, recompute)
-                    cells[block.kind, key] = Cell(block.kind, key, own, "datasheet")
+            for own, recompute in ((pieces, False), (again, True)):
+                key = cell_key(sharding, recompute)
+                cells[block.kind, key] = Cell(block.kind, key, own, "datasheet")
     return list(cells.values())
 
 

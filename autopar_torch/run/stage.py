@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -168,8 +168,15 @@ class StageRunner:
         self.queues[micro_batch] = queue
         return result
 
-    def backward_weight(self, micro_batch: int) -> list[Tensor]:
-        return self.queues.pop(micro_batch).flush()
+    def backward_weight(self, micro_batch: int, arrived: Callable[[str], object]) -> None:
+        """The rest of the gradients; tells of each parameter that has all of them."""
+        queue = self.queues.pop(micro_batch)
+        names = {id(self.store.held[name].leaf): name for name in self.params}
+        late = {id(weight) for weight, _ in queue.waiting}
+        for leaf, name in names.items():
+            if leaf not in late:
+                arrived(name)
+        queue.flush(lambda weight: arrived(names[id(weight)]))
 
 
 def _origin(block: Block, slot: str) -> tuple[str, str]:

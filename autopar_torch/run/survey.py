@@ -16,7 +16,7 @@ from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError
 from ..measure.links import WARM_UP, Lines
-from ..measure.session import Session
+from ..measure.session import LEAST, Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..plan import Plan
@@ -36,7 +36,7 @@ log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
 MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
-LINK_ROUNDS, LEAST_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 4, 30
+LINK_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 6, 30
 CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
 MOST_NAMES = 3  # of what is too uncertain
 
@@ -58,7 +58,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
         return Known(tuple(ways_known), Profile(cluster, ()))
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
-    for _ in range(LEAST_ROUNDS):
+    for _ in range(LEAST):
         session.round()
     known = Known(tuple(ways_known), session.profile())
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
@@ -113,16 +113,15 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
     cells, curves = needs_of(plans, traced.graph, cluster, num_rows)
-    wanted: dict[tuple[int, bool, bool], set[int]] = {}
+    wanted: dict[tuple[int, bool], set[int]] = {}
     for c in found:
-        split = c.schedule == "zero_bubble"
-        wanted.setdefault((c.option, split, c.recompute), set()).add(c.rows(num_rows))
+        wanted.setdefault((c.option, c.recompute), set()).add(c.rows(num_rows))
     by_key = {(need.kind, need.key): need for need in cells}
     every: dict[CellNeed, None] = {}
-    for (index, split, recompute), rows in wanted.items():
+    for (index, recompute), rows in wanted.items():
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
             again = recompute and not traced.graph.kinds[block.kind].mutates
-            need = by_key[block.kind, cell_key(sharding, split, again)]
+            need = by_key[block.kind, cell_key(sharding, again)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
     return list(every), curves

@@ -33,7 +33,7 @@ class _Space:
     """The candidates as columns, and what every program of theirs costs (candidate x program)."""
 
     COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
-               "split", "counts", "costs")  # fmt: skip
+               "split", "hurries", "counts", "costs")  # fmt: skip
 
     def __init__(self, found: Candidates, tables: Tables, num_rows: int) -> None:
         self.found, self.tables = found, tables
@@ -41,6 +41,7 @@ class _Space:
          self.recompute) = np.ascontiguousarray(found.rows.T)  # fmt: skip
         self.rows = np.maximum(1, num_rows // (self.dp * self.count))
         self.split = self.schedule == SCHEDULES.index("zero_bubble")
+        self.hurries = (self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
         self.programs = max(len(keys) for keys, _ in tables.programs)
         self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
         self.costs = self._costs()
@@ -71,10 +72,10 @@ class _Space:
 
     def _costs(self) -> Array:
         """Candidate x program x column: what a micro-batch costs, gathers of ZeRO 3 included."""
-        first, which = self.by(self.option, self.rows, self.split, self.recompute)
+        first, which = self.by(self.option, self.rows, self.recompute)
         table = np.zeros((len(first), self.programs, 6))
         for row, i in enumerate(first):
-            own = self.tables.columns(int(self.option[i]), int(self.rows[i]), bool(self.split[i]),
+            own = self.tables.columns(int(self.option[i]), int(self.rows[i]),
                                       bool(self.recompute[i]))  # fmt: skip
             table[row, : len(own)] = own[:, :6]
         costs = table[which]
@@ -96,9 +97,15 @@ class _Space:
         return table[which]
 
     def backward(self) -> Array:
-        """Candidate x program: seconds of a whole backward, both parts where it is split."""
-        parts = self.costs[:, :, INPUT] + self.costs[:, :, WEIGHT]
-        return np.where(self.split[:, None], parts, self.costs[:, :, BACKWARD])
+        """Candidate x program: seconds of a whole backward, both parts where it is split; where
+        the last one is, no more than either takes."""
+        whole, parts = self.costs[:, :, BACKWARD], self.costs[:, :, [INPUT, WEIGHT]].sum(axis=2)
+        both = np.where(self.hurries[:, None], np.minimum(parts, whole), whole)
+        return np.where(self.split[:, None], parts, both)
+
+    def early(self) -> Array:
+        """Candidate x program: the least that the position before waits for."""
+        return np.minimum(self.costs[:, :, INPUT], self.costs[:, :, BACKWARD])
 
     def least(self, option: int, values: Array) -> Array:
         """Per program: the least of its blocks (parameters that are shared count only once)."""
@@ -155,9 +162,11 @@ def _pipeline(space: _Space) -> Array:
 
     1F1B. The first backward of k starts after all forwards on the way and all backwards behind it.
     Until then k has done no more than w_k = min(m, p-k) forwards, so (m-w_k) f_k + (m-1) b_k are
-    left after it, and behind them the backwards before k: S + M + (m-1) t_k - (w_k-1) f_k. With
-    f_k <= phi t_k that is S + M + c_k t_k, c_k = m-1 - (w_k-1) phi.
-    GPipe is the same with w_k = 1: all forwards pass the slowest f, all backwards the slowest b.
+    left after it, and behind them its last backward and those before k. But for the first stage's
+    the last ones need only be inner, i_s of each b_s: F + I + M + (m-1) t_k - (w_k-1) f_k. With
+    f_k <= phi t_k that is F + I + M + c_k t_k, c_k = m-1 - (w_k-1) phi.
+    GPipe is the same with w_k = 1, and S for F + I, as all its backwards are whole: all forwards
+    pass the slowest f, all backwards the slowest b.
     Zero bubble. The first inner backward of k starts after all forwards and the inner backwards
     behind it; then all but w_k forwards, and all of the rest, are left:
     F + M_f + sum of i_s behind k + m t_k - w_k f_k, with i_s >= iota t_s.
@@ -166,8 +175,8 @@ def _pipeline(space: _Space) -> Array:
     Choosing u_k c_k + iota (u_0 + .. + u_(k-1)) = K for all k makes that S K. Any schedule takes
     m S / p, as some position has S / p to do for each of m micro-batches.
 
-    As blocks are whole, some t_k is at least t of `_slowest`: S + M + c_0 t for it (c_0 is the
-    least), or m t.
+    As blocks are whole, some t_k is at least t of `_slowest`: c_0 t for it (c_0 is the least) in
+    place of S K, or m t.
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
@@ -186,7 +195,9 @@ def _pipeline(space: _Space) -> Array:
     iota = np.where(split, np.minimum(iota, over.action_s / extra if extra else 1.0), 0.0)
     there, back = _messages(space)
     name = space.schedule
-    base = np.where(split, ahead + there, total + there + back)
+    early = (counts * space.early()).sum(axis=1) + stages * over.action_s
+    base = np.where(split, ahead + there,
+                    np.where(space.hurries, ahead + early, total) + there + back)  # fmt: skip
     factor, first = _spread(space, phi, iota)
     longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))

@@ -52,9 +52,9 @@ class Pricer:
         self.over = tables.profile.profile.overheads
         self.params = tables.params(c.option)
         split = c.schedule == "zero_bubble"
-        blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, split, c.recompute))
+        blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, c.recompute))
         work = np.array(blocks[:4])
-        work[_WEIGHT if split else _BACKWARD] += per_micro_batch(tables, c, self.params.trained)
+        work[[_BACKWARD, _WEIGHT]] += per_micro_batch(tables, c, self.params.trained)
         self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
                                          else work[_BACKWARD])  # fmt: skip
         self.work = np.zeros((4, work.shape[1] + 1))
@@ -144,7 +144,8 @@ class Pricer:
         op = "scatter" if c.zero else "sum"
         curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
         first, end = stage
-        starts = self.work[_BACKWARD, first:end].tolist()
+        hurried = c.schedule == "1f1b" and position > 0
+        starts = self.work[_WEIGHT if hurried else _BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
         done = size = 0.0
         for i in range(end - first - 1, -1, -1):

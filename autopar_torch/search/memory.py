@@ -27,7 +27,10 @@ class Memory:
         owned = params.trained / c.dp if c.zero else params.trained
         self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
                         "optimizer": STATES * owned}  # fmt: skip
-        self.trained, self.kept = _sums(params.trained), _sums(blocks.kept)
+        self.trained, self.kept = (
+            _sums(params.trained),
+            _sums(blocks.stash if c.schedule == "zero_bubble" else blocks.kept),
+        )
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
         self.stays = staying(c)

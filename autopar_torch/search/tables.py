@@ -46,6 +46,7 @@ class Blocks(NamedTuple):
     kept: Array
     working: Array
     out: Array
+    stash: Array  # the most of it that is kept where weights are put off
 
 
 class Tables:
@@ -55,8 +56,8 @@ class Tables:
                  precision: Precision = "float32") -> None:  # fmt: skip
         self.options, self.graph, self.profile = options, graph, profile
         self.precision = precision
-        self._columns: dict[tuple[int, int, bool, bool], Array] = {}
-        self._blocks: dict[tuple[int, int, bool, bool], Blocks] = {}
+        self._columns: dict[tuple[int, int, bool], Array] = {}
+        self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
@@ -143,22 +144,22 @@ class Tables:
             which.append(found.setdefault((block.kind, keys[id(sharding)]), len(found)))
         return list(found), np.array(which)
 
-    def columns(self, option: int, rows: int, split: bool, recompute: bool) -> Array:
+    def columns(self, option: int, rows: int, recompute: bool) -> Array:
         """Per program of an option: the fields of `Blocks`."""
-        key = (option, rows, split, recompute)
+        key = (option, rows, recompute)
         if key not in self._columns:
             self._columns[key] = np.array([
-                _column(self.piece(*program, rows, split, recompute))
+                _column(self.piece(*program, rows, recompute))
                 for program in self.programs[option][0]
             ])  # fmt: skip
         return self._columns[key]
 
-    def piece(self, kind: str, own: str, rows: int, split: bool, recompute: bool) -> Piece:
+    def piece(self, kind: str, own: str, rows: int, recompute: bool) -> Piece:
         again = recompute and not self.graph.kinds[kind].mutates
-        return self.profile.piece(kind, cell_key(own, split, again), rows)
+        return self.profile.piece(kind, cell_key(own, again), rows)
 
-    def blocks(self, option: int, rows: int, split: bool, recompute: bool) -> Blocks:
-        key = (option, rows, split, recompute)
+    def blocks(self, option: int, rows: int, recompute: bool) -> Blocks:
+        key = (option, rows, recompute)
         if key not in self._blocks:
             self._blocks[key] = Blocks(*self.columns(*key).T[:, self.programs[option][1]])
         return self._blocks[key]
@@ -257,9 +258,10 @@ def _column(piece: Piece) -> list[float]:
         piece.backward_s + piece.comm_backward_s,
         piece.input_s + piece.comm_backward_s,
         piece.weight_s,
-        max(piece.kept_bytes, piece.stash_bytes),
+        piece.kept_bytes,
         max(piece.forward_bytes, piece.backward_bytes),
         piece.out_bytes,
+        max(piece.kept_bytes, piece.stash_bytes),
     ]
 
 

@@ -88,9 +88,8 @@ def _exchanged(pricer: Pricer, stages: Sequence[tuple[int, int]]) -> float:
     total = 0.0
     for a, b in stages:
         for number in which[a:b]:
-            split = c.schedule == "zero_bubble"
             kind, own = programs[number]
-            piece = tables.piece(kind, own, pricer.rows, split, c.recompute)
+            piece = tables.piece(kind, own, pricer.rows, c.recompute)
             total += piece.comm_forward_s + piece.comm_backward_s
     return total
 

@@ -6,7 +6,7 @@ for one more. A product that starts from what is there needs neither.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -33,15 +33,16 @@ class WeightQueue:
         WeightQueue.active = None
 
     @torch.no_grad()
-    def flush(self) -> list[Tensor]:
-        """Compute and accumulate what waits, letting go of each as it is done; returns the weights
-        that got a gradient."""
-        done = []
+    def flush(self, done: Callable[[Tensor], object] = lambda weight: None) -> None:
+        """Compute and accumulate what waits, letting go of each as it is done; tells when a weight
+        has all that waited for it."""
+        left = Counter(id(weight) for weight, _ in self.waiting)
         while self.waiting:
             weight, work = self.waiting.popleft()
             weight.grad = work(weight.grad)
-            done.append(weight)
-        return done
+            left[id(weight)] -= 1
+            if not left[id(weight)]:
+                done(weight)
 
 
 def deliver(weight: Tensor, work: Work) -> Tensor | None:

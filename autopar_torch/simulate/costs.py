@@ -155,9 +155,8 @@ class Costs:
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
-        split = self.plan.schedule == "zero_bubble"
         again = stage.recompute and not self.graph.kind_of(index).mutates
-        key = cell_key(self.plan.sharding(stage, index), split, again)
+        key = cell_key(self.plan.sharding(stage, index), again)
         piece = self.profile.piece(block.kind, key, rows)
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]

@@ -19,7 +19,11 @@ EQUAL = 1e-12  # relative difference of strides that are equal but for rounding
 
 
 class Pipeline(NamedTuple):
-    """Seconds per micro-batch of every stage. A message goes to the neighbour of its stage."""
+    """Seconds per micro-batch of every stage. A message goes to the neighbour of its stage.
+
+    1F1B uses both kinds of backward: in two parts once a stage has done its forwards, but on the
+    first one.
+    """
 
     forward: Seconds
     backward: Seconds
@@ -114,10 +118,15 @@ def _one_f_one_b(pipe: Pipeline, count: int) -> list[float]:
             came_f[s + 1] = end + send[s]
         first = 2 * last + 1 - wave  # stages whose j is not negative
         start_s = first if first >= 0 else first % 2
-        for s in range(start_s, min(last, first + 2 * count - 2) + 1, 2):
+        end_s = min(last, first + 2 * count - 2)
+        for s in range(start_s, end_s + 1, 2):
             start = came_b[s + 1] if came_b[s + 1] > free[s] else free[s]
             free[s] = end = start + backward[s]
             came_b[s] = end + back[s]
+        for s in range(start_s or 2, min(end_s, wave + 1 - 2 * count) + 1, 2):  # forwards are done
+            end = free[s] - backward[s] + pipe.input[s]
+            came_b[s] = end + back[s]
+            free[s] = end + pipe.weight[s]
         wave += 1
         if wave > 2 * last + 1 and wave % 8 in (0, 2) and wave < 2 * count - 2:
             now = [*free, *came_f[1:], *came_b[:-1]]

@@ -1,4 +1,5 @@
-"""Schedules as steps to add up: what `schedule.build` plays, played on counters, once per shape.
+"""The schedules that no closed form gives, as steps to add up: what `schedule.build` plays, played
+on counters, once per shape.
 
 A long pipeline repeats itself, so its steps are a beginning, a window that is repeated, and an end,
 whatever the number of micro-batches. A test holds that the lists are those of `build`.
@@ -94,9 +95,8 @@ Pick = Callable[[int, int], tuple[int, int, int] | None]  # (position, slack) ->
 def played(name: str, num_positions: int, virtual: int, count: int) -> Played:
     """Every position does at every moment what the rule says, in units of time."""
     ended = [[0] * (num_positions * virtual) for _ in OPS]
-    makers = {"gpipe": _gpipe, "1f1b": _1f1b, "zero_bubble": _zero_bubble}
     pick = (_interleaved(num_positions, virtual, count, ended) if name == "interleaved"
-            else makers[name](num_positions, count, ended))  # fmt: skip
+            else _zero_bubble(num_positions, count, ended))  # fmt: skip
     todo = num_positions * virtual * count * (3 if name == "zero_bubble" else 2)
     made: Played = []
     ends: dict[int, list[tuple[int, int, int]]] = {}  # moment -> what ends then
@@ -122,36 +122,6 @@ def played(name: str, num_positions: int, virtual: int, count: int) -> Played:
             free.append(k)
         free.sort()
     return made
-
-
-def _gpipe(num_positions: int, count: int, ended: list[list[int]]) -> Pick:
-    """All forwards of a position, then all backwards."""
-    return _limited([count] * num_positions, count, ended)
-
-
-def _1f1b(num_positions: int, count: int, ended: list[list[int]]) -> Pick:
-    """A position keeps no more micro-batches than there are positions left to keep busy."""
-    return _limited([num_positions - k for k in range(num_positions)], count, ended)
-
-
-def _limited(limits: list[int], count: int, ended: list[list[int]]) -> Pick:
-    forwards, backwards = [0] * len(limits), [0] * len(limits)
-    done_f, done_b, last = ended[F], ended[B], len(limits) - 1
-
-    def pick(k: int, slack: int) -> tuple[int, int, int] | None:
-        f, b = forwards[k], backwards[k]
-        if f < count and f - done_b[k] < limits[k] + slack:
-            if k == 0 or done_f[k - 1] > f:
-                forwards[k] = f + 1
-                return F, k, f
-            if limits[k] == count:
-                return None
-        if b < count and done_f[k] > b and (k == last or done_b[k + 1] > b):
-            backwards[k] = b + 1
-            return B, k, b
-        return None
-
-    return pick
 
 
 def _zero_bubble(num_positions: int, count: int, ended: list[list[int]]) -> Pick:

@@ -83,7 +83,7 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
                    optimizer=int(states * sum(c.owned_bytes for c in own)),
                    fixed=int(costs.profile.profile.overheads.fixed_bytes))  # fmt: skip
     tally = _Tally(fixed, parts.values())
-    last = {action.stage: action for action in lane if action.op is Op.B}
+    last = {action.stage: action for action in lane if action.op in (Op.B, Op.W)}
     for action in lane:
         part = parts[action.stage]
         if action.op is Op.SEND_B:
@@ -96,9 +96,9 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
         if action.op is Op.F:
             tally.forward(part, cost)
         elif action.op is Op.W:
-            tally.weights(part, cost)
+            tally.weights(part, cost, action == last[action.stage])
         else:
-            tally.backward(part, cost, action.op is Op.I, action == last.get(action.stage))
+            tally.backward(part, cost, action.op is Op.I, action == last[action.stage])
         if costs.plan.zero >= 2 and action.op in (Op.B, Op.W):
             steady = [sent for sent in part.buckets if sent.bucket.steady]
             for bucket in steady:
@@ -148,16 +148,21 @@ class _Tally:
             self.kept += (block.stash_bytes if split else 0.0) - block.kept_bytes
             if not (split and block.weight.compute_s):
                 self._come(part, k)
-            for sent in part.buckets if last else ():
-                if sent.bucket.block == part.first + k:
-                    self.send(sent)
+            self._complete(part, k, last)
         self.kept -= part.came_bytes + 2 * part.left_bytes
 
-    def weights(self, part: _Part, cost: RankCost) -> None:
+    def weights(self, part: _Part, cost: RankCost, last: bool) -> None:
         self.see(cost.largest_bytes)
-        for k, block in enumerate(cost.blocks):
+        for k, block in reversed(list(enumerate(cost.blocks))):
             self._come(part, k)
             self.kept -= block.stash_bytes
+            self._complete(part, k, last)
+
+    def _complete(self, part: _Part, k: int, last: bool) -> None:
+        """What the last gradients of a block complete leaves at once."""
+        for sent in part.buckets if last else ():
+            if sent.bucket.block == part.first + k:
+                self.send(sent)
 
     def _come(self, part: _Part, k: int) -> None:
         """The first gradients of a block stay; later ones are added to them."""

@@ -51,11 +51,10 @@ def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
 
 
 def _cells(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
-    split = plan.schedule == "zero_bubble"
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):
                 again = stage.recompute and not graph.kind_of(block).mutates
                 for rows in {end - start for start, end in spans}:
                     sharding = plan.sharding(stage, block)
-                    yield CellNeed(graph.blocks[block].kind, sharding, rows, split, again)
+                    yield CellNeed(graph.blocks[block].kind, sharding, rows, again)
