@@ -171,7 +171,8 @@ class StageRunner:
     def backward_weight(self, micro_batch: int, arrived: Callable[[str], object]) -> None:
         """The rest of the gradients; tells of each parameter that has all of them."""
         queue = self.queues.pop(micro_batch)
-        names = {id(self.store.held[name].leaf): name for name in self.params}
+        leaves = {name: self.store.held[name].leaf for name in self.params}
+        names = {id(leaf): name for name, leaf in leaves.items() if leaf.requires_grad}
         late = {id(weight) for weight, _ in queue.waiting}
         for leaf, name in names.items():
             if leaf not in late:
