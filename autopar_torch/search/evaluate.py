@@ -147,14 +147,16 @@ class Pricer:
         hurried = c.schedule == "1f1b" and position > 0
         starts = self.work[_WEIGHT if hurried else _BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
-        done = size = 0.0
+        copy_s = self.over.copy_s_per_byte  # packing holds the backward up
+        done = size = packed = 0.0
         for i in range(end - first - 1, -1, -1):
             size += sizes[i]
             if size and (c.zero >= 2 or size >= self.bucket or i == 0):
-                ready = stop - (starts[i] - starts[0])
-                done = max(done, ready) + bucket_seconds(curve, size, self.tables)
+                packed += size * copy_s
+                ready = stop - (starts[i] - starts[0]) + packed
+                done = max(done, ready) + curve.seconds(size)
                 size = 0.0
-        return max(done, stop)
+        return max(done, stop + packed)
 
 
 def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:

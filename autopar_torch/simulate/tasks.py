@@ -198,6 +198,7 @@ class StepTasks:
             if final and self.costs.plan.zero == 3:
                 self._sum_now(cost.ranks, group[0])
             if final:
+                self._pack(cost.ranks, group[0])
                 self.ended |= {(rank, group[0]): self.last[rank] for rank in stage.devices
                                if rank in self.last}  # fmt: skip
 
@@ -228,15 +229,24 @@ class StepTasks:
         for cost in ranks:
             for bucket in cost.buckets:
                 if bucket.steady and block in (None, bucket.block):
-                    seconds, core = self._packed(bucket)
+                    curve = self.costs.profile.curve(bucket.op, bucket.ranks)
+                    seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
                     self._join(cost.rank, bucket.ranks, "scatter",
-                               seconds + self.overheads.meet_s, core)  # fmt: skip
+                               seconds + self.overheads.meet_s, curve.core)  # fmt: skip
 
-    def _packed(self, bucket: Bucket) -> tuple[float, float]:
-        """Seconds of packing gradients and of summing them, and how busy cores are meanwhile."""
-        curve = self.costs.profile.curve(bucket.op, bucket.ranks)
-        packing = bucket.num_bytes * self.overheads.copy_s_per_byte
-        return curve.seconds(bucket.num_bytes) + packing, curve.core
+    def _summed_beside(self, bucket: Bucket) -> bool:
+        """Whether the backward goes on meanwhile."""
+        return len(bucket.ranks) > 1 and not (bucket.steady and self.costs.plan.zero == 3)
+
+    def _pack(self, ranks: Sequence[RankCost], block: int) -> None:
+        """The backward stops while what is complete with a block becomes a message."""
+        for cost in ranks:
+            for bucket in cost.buckets:
+                if bucket.block == block and self._summed_beside(bucket):
+                    self._compute(cost.rank, "pack", self._packing_s(bucket))
+
+    def _packing_s(self, bucket: Bucket) -> float:
+        return bucket.num_bytes * self.overheads.copy_s_per_byte
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
         for cost in ranks:
@@ -258,10 +268,8 @@ class StepTasks:
         streams: dict[tuple[int, ...], int] = {}
         for cost in self._all_ranks():
             for bucket in cost.buckets:
-                done = bucket.steady and self.costs.plan.zero == 3
-                if done or len(bucket.ranks) < 2 or min(bucket.ranks) != cost.rank:
-                    continue
-                self._bucket(bucket, streams)
+                if self._summed_beside(bucket) and min(bucket.ranks) == cost.rank:
+                    self._bucket(bucket, streams)
 
     def _all_ranks(self) -> list[RankCost]:
         """Each rank once, with the buckets of all its stages."""
@@ -283,7 +291,9 @@ class StepTasks:
         ready = [self.ended.get((rank, bucket.block), self.last.get(rank)) for rank in bucket.ranks]
         after = {task for task in ready if task is not None}
         after |= {streams[bucket.ranks]} if bucket.ranks in streams else set()
-        task = self._exchange(bucket.ranks, "reduce", *self._packed(bucket), sorted(after))
+        curve = self.costs.profile.curve(bucket.op, bucket.ranks)
+        seconds = curve.seconds(bucket.num_bytes)
+        task = self._exchange(bucket.ranks, "reduce", seconds, curve.core, sorted(after))
         streams[bucket.ranks] = task
         for rank in bucket.ranks:
             self.reduced.setdefault(rank, []).append(task)
