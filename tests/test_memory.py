@@ -148,3 +148,18 @@ def test_as_many_plans_are_kept_as_are_to_be_tried(
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: choices)
     found = choose.best(graph, known, num_rows, Constraints(), kept)
     assert 1 + len(found.others) == kept
+
+
+def test_an_equal_question_is_not_searched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, options, profile, num_rows, _ = problem(5)
+    known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(choose, "lookup", lambda _: profile)
+    monkeypatch.setattr(choose, "_simulated", lambda choices, *_: choices)
+    first = choose.found_before(graph, known, num_rows, Constraints(), 8)
+    monkeypatch.setattr(choose, "search", None)
+    assert choose.found_before(graph, known, num_rows, Constraints(), 8) == first
+    with pytest.raises(TypeError, match="not callable"):
+        choose.found_before(graph, known, num_rows, Constraints(zero=0), 8)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -29,6 +30,7 @@ from .observe import cluster_of
 from .survey import MOST_KEPT, Known, measure, name_noise
 from .world import World
 
+Noun = TypeVar("Noun", Known, Outcome)
 log = logging.getLogger("autopar_torch")
 DRAWS = 7  # of steps whose times vary as measured
 
@@ -43,11 +45,25 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     found = None
     if world.rank == 0:
         try:
-            found = best(traced.graph, known, call.num_rows, limits, kept)
+            found = found_before(traced.graph, known, call.num_rows, limits, kept)
         except AutoparError as failed:
             error = failed
     world.together(error)
     return files.decode(world.agree(files.encode(found)), Outcome)
+
+
+def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
+                  kept: int) -> Outcome:  # fmt: skip
+    """An equal question has an equal answer, which the cache may know."""
+    path = cache_path(_hashed(files.encode(graph), files.encode(known), files.encode(limits),
+                              f"{num_rows} {kept} {_sources()}".encode()))  # fmt: skip
+    found = _load(path, Outcome)
+    if found is None:
+        found = best(graph, known, num_rows, limits, kept)
+        _keep(found, path)
+    else:
+        log.info("plan: as found before, from %s", path)
+    return found
 
 
 def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
@@ -99,7 +115,7 @@ def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
            limits: Constraints) -> Known:  # fmt: skip
     """From the cache, else measured now."""
     path = cache_path(_fingerprint(traced, call, cluster, limits))
-    cached = _load(path) if world.rank == 0 else None
+    cached = _load(path, Known) if world.rank == 0 else None
     cached = files.decode(world.agree(files.encode(cached)), Known | None)  # type: ignore[arg-type]
     if cached is not None:
         log.info("profile: from %s", path)
@@ -117,7 +133,7 @@ def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 
 
 def cache_path(fingerprint: str) -> Path:
-    """Profiles live in AUTOPAR_CACHE, else below the user's cache folder."""
+    """Profiles and answers live in AUTOPAR_CACHE, else below the user's cache folder."""
     base = os.environ.get("AUTOPAR_CACHE") or os.environ.get("XDG_CACHE_HOME")
     folder = Path(base) if base else Path.home() / ".cache"
     return folder / "autopar_torch" / f"{fingerprint}.json"
@@ -129,22 +145,34 @@ def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constrain
     looked_at = msgspec.structs.replace(limits, memory_bytes=None)
     parts = [files.encode(traced.graph), files.encode(cluster), files.encode(looked_at),
              f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
+    return _hashed(*parts)
+
+
+def _hashed(*parts: bytes) -> str:
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
 
 
+def _sources() -> str:
+    """What an answer depends on beside the question: how it is found."""
+    package = Path(__file__).resolve().parent.parent
+    sources = sorted(p for room in ROOMS for p in (package / room).glob("*.py"))
+    return _hashed(*(p.read_bytes() for p in sources))
+
+
+ROOMS = (".", "search", "simulate", "shard", "run")
 FORMAT = 9  # of what a profile means: changes with the measuring code
 
 
-def _load(path: Path) -> Known | None:
+def _load(path: Path, kind: type[Noun]) -> Noun | None:
     try:
-        return files.load(path, Known) if path.exists() else None
+        return files.load(path, kind) if path.exists() else None
     except FileError as error:
-        log.warning("profile: %s; it is measured again", error)
+        log.warning("cache: %s; it is found out again", error)
         return None
 
 
-def _keep(known: Known, path: Path) -> None:
+def _keep(found: Known | Outcome, path: Path) -> None:
     try:
-        files.save(known, path)
+        files.save(found, path)
     except (FileError, OSError) as error:
-        log.warning("profile: not kept for the next run: %s", error)
+        log.warning("cache: not kept for the next run: %s", error)
