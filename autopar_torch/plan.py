@@ -86,6 +86,11 @@ class Plan(Struct, frozen=True):
         number = stage.sharding(block)
         return self.shardings[number] if number >= 0 else None
 
+    def whole(self, stage: Stage) -> bool:
+        """Whether the first part of a backward in two does it all: what the second one would need
+        undoes what recomputing saves, and only zero-bubble is asked for by who has the memory."""
+        return stage.recompute and self.schedule != "zero_bubble"
+
     @staticmethod
     def uniform(
         *,

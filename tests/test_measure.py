@@ -96,7 +96,8 @@ def crowded() -> dict[str, Any]:
     return {
         "ranks_per_core": profile.cluster.ranks_per_core,
         "seconds": [[p.forward_s, p.backward_s] for p in pieces],
-        "parts": [[p.input_s, p.weight_s] for p in pieces],
+        "early": [p.input_s for p in pieces],
+        "late": [p.weight_s for p in pieces],
         "added": [p.added_s for p in pieces],
     }
 
@@ -133,7 +134,7 @@ def test_ranks_that_share_a_core_measure_every_phase() -> None:
     assert one == other, "a profile is the same on every rank"
     assert one["ranks_per_core"] == 2
     assert all(seconds > 0 for pair in one["seconds"] for seconds in pair), one
-    assert all(seconds > 0 for pair in one["parts"] for seconds in pair), one
+    assert all(seconds > 0 for seconds in one["early"]) and any(one["late"]), one
     assert not any(one["added"])
 
 
@@ -209,11 +210,11 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
     cluster = cluster_of(parallel.world)
     found.focus(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
     found.round()
-    sampled = {chain for chain, blocks in found.chains.items() if blocks.cores}
+    sampled = {chain for chain, blocks in found.chains.items() if blocks.switched}
     assert sampled == {((), False, call.num_rows // 2)} < set(found.chains)
     found.focus(*needs_of(plans, traced.graph, cluster, call.num_rows))
     found.round()
-    assert all(blocks.cores for blocks in found.chains.values()), "what was left out comes back"
+    assert all(blocks.switched for blocks in found.chains.values()), "what was left out comes back"
 
 
 def test_a_rank_that_waited_does_not_make_a_sum_uncertain() -> None:

@@ -75,6 +75,7 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2, "zero": 3, "num_micro_batches": 2},
     {"dp": 2, "num_micro_batches": 4},
     {"pp": 2, "num_micro_batches": 4},
+    {"pp": 2, "num_micro_batches": 4, "recompute": True},
     {"pp": 2, "num_micro_batches": 4, "schedule": "zero_bubble"},
     {"tp": 2, "recompute": True},
 ]

@@ -28,7 +28,7 @@ from .stats import median, uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
-TURNS = ("backward", "added", "input")  # how the backwards of a round run, in turn
+TURNS = ("backward", "input", "added")  # how the backwards of a round run, in turn
 ALIKE = ("backward", "backward", "input")  # where ranks share a core
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
@@ -94,8 +94,9 @@ class Runner:
         self.samples.setdefault(how, []).append(sample)
 
     def weights(self) -> None:
-        _, sample = sampled(self.queue.flush)
-        self.samples.setdefault("weight", []).append(sample)
+        if self.queue.waiting:
+            _, sample = sampled(self.queue.flush)
+            self.samples.setdefault("weight", []).append(sample)
 
     def clear(self) -> None:
         for leaf in self.leaves:
@@ -127,7 +128,8 @@ class Blocks:
             self.runners += made
 
     def round(self) -> None:
-        """All forwards, then all backwards from the last."""
+        """All forwards, then all backwards from the last: of the gradients of weights those that
+        are asked for late are mostly added to others, as at the end of a pipeline."""
         how = next(self.turns)
         core = time.thread_time()
         for runner in self.runners:
@@ -139,7 +141,7 @@ class Blocks:
                 runner.weights()
         else:
             self.cores.append(time.thread_time() - core)
-        if how != "backward" or self.shares_core:
+        if how == "added" or self.shares_core:
             for runner in self.runners:
                 runner.clear()
         self.switched.append(sampled(self.typical.run)[1])

@@ -55,8 +55,9 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
                   kept: int) -> Outcome:  # fmt: skip
     """An equal question has an equal answer, which the cache may know."""
-    path = cache_path(_hashed(files.encode(graph), files.encode(known), files.encode(limits),
-                              f"{num_rows} {kept} {_sources()}".encode()))  # fmt: skip
+    key = _hashed(files.encode(graph), files.encode(known), files.encode(limits),
+                  f"{num_rows} {kept} {_sources()}".encode())  # fmt: skip
+    path = cache_path(f"plan-{key}")
     found = _load(path, Outcome)
     if found is None:
         found = best(graph, known, num_rows, limits, kept)

@@ -123,10 +123,9 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
     found: dict[tuple[object, ...], Plan] = {}
     most = max(c.micro_batches for c in candidates)
     for c in candidates:
-        split = c.schedule == "zero_bubble"
-        key = (c.option, c.pp, c.dp, c.zero, split, c.recompute, c.micro_batches in (1, most))
+        key = (c.option, c.pp, c.dp, c.zero, c.recompute, c.micro_batches in (1, most))
         if key not in found:
-            plain = c._replace(virtual=1, schedule=c.schedule if split else "1f1b")
+            plain = c._replace(virtual=1, schedule="1f1b")
             borders = [num_blocks * s // c.pp for s in range(c.pp + 1)]
             found[key] = as_plan(plain, borders, options)
     return list(found.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -162,11 +163,11 @@ class StageRunner:
                     self.store.release(held)
 
     def backward_input(self, micro_batch: int, grads: Values) -> Values:
-        """The part of backward that others wait for; weight gradients of linears wait."""
-        with WeightQueue() as queue:
-            result = self.backward(micro_batch, grads)
-        self.queues[micro_batch] = queue
-        return result
+        """The part of backward that others wait for; weight gradients of linears wait. Everything,
+        where what they wait with would undo what recomputing saves."""
+        queue = self.queues[micro_batch] = WeightQueue()
+        with contextlib.nullcontext() if self.plan.whole(self.stage) else queue:
+            return self.backward(micro_batch, grads)
 
     def backward_weight(self, micro_batch: int, arrived: Callable[[str], object]) -> None:
         """The rest of the gradients; tells of each parameter that has all of them."""

@@ -140,7 +140,8 @@ class Bounded:
     def seconds(self, chosen: Ints) -> Array:
         """The bound of time of some candidates."""
         rest = self.space.take(chosen)
-        return _pipeline(rest) + _outside(rest)
+        outside, bucket = _outside(rest)
+        return outside + _pipeline(rest, bucket)
 
 
 def bounds(candidates: Candidates, tables: Tables, num_rows: int,
@@ -154,8 +155,8 @@ def bounds(candidates: Candidates, tables: Tables, num_rows: int,
     return Bounds(seconds, found.memory_bytes, found.holds)
 
 
-def _pipeline(space: _Space) -> Array:
-    """No cut ends its pipeline sooner.
+def _pipeline(space: _Space, bucket: Array) -> Array:
+    """No cut ends its pipeline, and the sum of the last bucket of its first stage, sooner.
 
     With positions k = 0..p-1 of work t_k = f_k + b_k per micro-batch, which sum to S, and messages
     of M seconds along the chain and back:
@@ -176,7 +177,8 @@ def _pipeline(space: _Space) -> Array:
     m S / p, as some position has S / p to do for each of m micro-batches.
 
     As blocks are whole, some t_k is at least t of `_slowest`: c_0 t for it (c_0 is the least) in
-    place of S K, or m t.
+    place of S K, or m t. All chains end with the first stage, whose bucket follows; only m t may
+    end, in 1F1B, with the weights of another.
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
@@ -202,9 +204,9 @@ def _pipeline(space: _Space) -> Array:
     longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
-    seconds = np.maximum(m * longest, np.where(plain, base + followed, 0.0))
-    seconds = np.maximum(seconds, np.where(plain | (p == 1), 0.0, total + there + back))
-    return np.where(p == 1, m * total, seconds)
+    alone = m * longest + np.where(space.hurries, 0.0, bucket)
+    seconds = np.maximum(alone, np.where(plain, base + followed, total + there + back) + bucket)
+    return np.where(p == 1, m * total + bucket, seconds)
 
 
 def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
@@ -299,9 +301,9 @@ def _slowest(space: _Space, work: Array) -> Array:
                       (w * places).max(axis=1) / ROUNDING)  # fmt: skip
 
 
-def _outside(space: _Space) -> Array:
+def _outside(space: _Space) -> tuple[Array, Array]:
     """What comes before and after: gathering and updating at least the average share; and, where
-    the first stage ends last (whole backwards), the sum of its last bucket, which holds block 0."""
+    the first stage ends with a whole backward, the sum of its last bucket, which holds block 0."""
     over = space.tables.profile.profile.overheads
     first, which = space.by(space.option, space.pp, space.dp, space.zero)
     found, bucket = np.zeros(len(first)), np.zeros(len(first))
@@ -317,7 +319,7 @@ def _outside(space: _Space) -> Array:
             curve = space.team("scatter" if zero else "sum", int(i))
             bucket[row] = at_least(curve, size) + size * over.copy_s_per_byte
     whole = np.isin(space.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
-    return found[which] + np.where(whole, bucket[which], 0.0)
+    return found[which], np.where(whole, bucket[which], 0.0)
 
 
 def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:

@@ -55,6 +55,8 @@ class Pricer:
         blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, c.recompute))
         work = np.array(blocks[:4])
         work[[_BACKWARD, _WEIGHT]] += per_micro_batch(tables, c, self.params.trained)
+        if c.schedule == "1f1b" and c.recompute:  # see `Plan.whole`
+            work[_INPUT], work[_WEIGHT] = work[_BACKWARD], 0.0
         self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
                                          else work[_BACKWARD])  # fmt: skip
         self.work = np.zeros((4, work.shape[1] + 1))
@@ -84,13 +86,21 @@ class Pricer:
 
     def _most_on_a_core(self, pipe: Pipeline) -> float:
         """Ranks on one core compute one after another, whatever the schedule says."""
-        c, cluster = self.candidate, self.tables.cluster
-        both = (pipe.input, pipe.weight) if c.schedule == "zero_bubble" else (pipe.backward,)
-        busy = [c.micro_batches * sum(stage) for stage in zip(pipe.forward, *both, strict=True)]
+        c, cluster, busy = self.candidate, self.tables.cluster, self.busy(pipe)
         cores: defaultdict[int, float] = defaultdict(float)
         for rank in range(cluster.num_devices):
             cores[cluster.core(rank)] += sum(busy[rank // self.tp % c.pp :: c.pp])
         return max(cores.values())
+
+    def busy(self, pipe: Pipeline) -> list[float]:
+        """Seconds that each stage computes and exchanges in all."""
+        c, found = self.candidate, []
+        m, works = c.micro_batches, zip(*pipe[: _WEIGHT + 1], strict=True)
+        for s, (forward, backward, early, late) in enumerate(works):
+            drains = min(m, c.pp - s) if c.schedule == "1f1b" and s else 0
+            halved = m if c.schedule == "zero_bubble" else drains
+            found.append(m * forward + (m - halved) * backward + halved * (early + late))
+        return found
 
     def peak(self, borders: Sequence[int]) -> float:
         stages = list(pairwise(borders))
@@ -137,15 +147,16 @@ class Pricer:
         return self.outside(np.array([borders]))[0]
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
-        """When the sums of a position are there: buckets leave as its last backward fills them."""
+        """When the sums of a position are there: buckets leave as its last backward, or the second
+        part of it, fills them."""
         c = self.candidate
         if c.dp == 1 or c.zero == 3:
             return stop
         op = "scatter" if c.zero else "sum"
         curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
         first, end = stage
-        hurried = c.schedule == "1f1b" and position > 0
-        starts = self.work[_WEIGHT if hurried else _BACKWARD, first:end].tolist()
+        halved = c.schedule == "zero_bubble" or (c.schedule == "1f1b" and position > 0)
+        starts = self.work[_WEIGHT if halved else _BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
         copy_s = self.over.copy_s_per_byte  # packing holds the backward up
         done = size = packed = 0.0

@@ -16,8 +16,9 @@ class Memory:
     """What does not depend on the borders of one candidate; then `peak` is a few sums.
 
     At the worst moment a position holds its parameters and what the optimizer keeps; and either
-    activations in flight, what one block works with and the gradients so far, or the gradients and
-    the messages that they are packed into.
+    activations in flight, what one block works with (or what a backward in two parts left in place
+    of one of them) and the gradients so far, or the gradients and the messages that they are packed
+    into.
     """
 
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
@@ -27,10 +28,9 @@ class Memory:
         owned = params.trained / c.dp if c.zero else params.trained
         self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
                         "optimizer": STATES * owned}  # fmt: skip
-        self.trained, self.kept = (
-            _sums(params.trained),
-            _sums(blocks.stash if c.schedule == "zero_bubble" else blocks.kept),
-        )
+        self.trained, self.stash = _sums(params.trained), _sums(blocks.stash)
+        self.kept = self.stash if c.schedule == "zero_bubble" else _sums(blocks.kept)
+        self.drains = c.schedule == "1f1b" and not c.recompute
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
         self.stays = staying(c)
@@ -38,14 +38,16 @@ class Memory:
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
         """Most bytes on a device of a position that holds these stages."""
-        base, trained, kept, working, largest = self.fixed, 0.0, 0.0, 0.0, 0.0
+        base, trained, kept, stash, working, largest = self.fixed, 0.0, 0.0, 0.0, 0.0, 0.0
         for a, b in stages:
             base += self.params[b] - self.params[a]
             trained += self.trained[b] - self.trained[a]
             kept += self.kept[b] - self.kept[a] + self.came[a]
+            stash += self.stash[b] - self.stash[a] - (self.kept[b] - self.kept[a])
             working = max(working, max(self.working[a:b]))
             largest = max(largest, max(self.largest[a:b]))
-        running = self.flight[position] / len(stages) * kept + working
+        running = self.flight[position] / len(stages) * kept
+        running += max(working, stash + largest) if self.drains and position else working
         if self.again:
             running += trained * self.stays
         return base + max(running, self._packed(trained, largest))

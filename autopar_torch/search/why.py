@@ -53,6 +53,7 @@ def candidate_of(plan: Plan, options: Sequence[Option]) -> tuple[Candidate, tupl
     alike = all(r.num_micro_batches == replica.num_micro_batches
                 and [s.blocks for s in r.stages] == [s.blocks for s in stages]
                 for r in plan.replicas) and len({s.recompute for s in stages}) == 1  # fmt: skip
+    alike = alike and (len(stages) == pp or plan.schedule == "interleaved")
     if index is None or not alike or any(s.blocks is None for s in stages):
         raise SearchError("only plans of equal replicas, with borders, are compared part by part",
                           where="Plan.replicas", fix="use autopar_torch.simulate")  # fmt: skip
@@ -65,13 +66,11 @@ def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
     """Seconds of a step by what its busiest position does; they sum to the step."""
     c = pricer.candidate
     found, pipe = pricer.price(borders), pricer.pipeline(borders)
-    split = c.schedule == "zero_bubble"
     stops = pricer.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
     outside, summed = pricer.outside_of(borders), pricer.summed(pipe, borders)
-    work = (pipe.forward, pipe.input, pipe.weight) if split else (pipe.forward, pipe.backward)
-    turns = [sum(sum(part[k :: c.pp]) for part in work) for k in range(c.pp)]
+    turns = [sum(pricer.busy(pipe)[k :: c.pp]) for k in range(c.pp)]
     busiest = max(range(c.pp), key=turns.__getitem__)
-    busy = c.micro_batches * turns[busiest]
+    busy = turns[busiest]
     exchange = c.micro_batches * _exchanged(pricer, list(pairwise(borders))[busiest :: c.pp])
     return {
         "computing": busy - exchange, "exchange in tensor groups": exchange,

@@ -162,7 +162,8 @@ class Costs:
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(_team_bytes(used))
         filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
-        return block_work(piece, gathers, filling, float(sum(_local_bytes(s) for s in used)))
+        return block_work(piece, gathers, filling, float(sum(_local_bytes(s) for s in used)),
+                          self.plan.whole(stage))  # fmt: skip
 
 
 def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
@@ -175,18 +176,18 @@ def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
 
 
 def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
-               gathered_bytes: float) -> BlockWork:  # fmt: skip
+               gathered_bytes: float, whole: bool) -> BlockWork:  # fmt: skip
     """A piece, with what is gathered for it: whole only while it runs, put together from as much
-    that has arrived."""
+    that has arrived. With a `whole` backward nothing waits."""
     fill = Work(filling_s)
     return BlockWork(
         Work(piece.forward_s, piece.comm_forward_s) + fill,
         Work(piece.backward_s, piece.comm_backward_s) + fill,
-        Work(piece.input_s, piece.comm_backward_s) + fill,
-        Work(piece.weight_s),
+        Work(piece.backward_s if whole else piece.input_s, piece.comm_backward_s) + fill,
+        Work(0.0 if whole else piece.weight_s),
         added_s=piece.added_s,
         kept_bytes=piece.kept_bytes,
-        stash_bytes=piece.stash_bytes or piece.kept_bytes,
+        stash_bytes=0.0 if whole else piece.stash_bytes or piece.kept_bytes,
         forward_bytes=gathered_bytes + max(gathered_bytes, piece.forward_bytes),
         backward_bytes=gathered_bytes + max(gathered_bytes, piece.backward_bytes),
         gathers=gathers,
