@@ -213,6 +213,16 @@ def test_equal_problems_have_equal_bytes() -> None:
             assert files.encode(one.runners_up) == files.encode(two.runners_up)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_recomputing_keeps_less_whatever_a_split_backward_would_leave(schedule: str) -> None:
+    graph, options, profile, _, _ = problem(5)
+    tables, cut = Tables(options, graph, profile), (0, 1, len(graph.blocks))
+    usual = Candidate(0, 2, 1, 4, schedule, 1, 0, False)
+    again = usual._replace(recompute=True)
+    kept, less = (Pricer(tables, c, num_rows=1024).peak(cut) for c in (usual, again))
+    assert less < 0.8 * kept
+
+
 def test_what_was_pinned_is_kept() -> None:
     given = next(p for p in map(problem, range(100)) if p.profile.profile.cluster.num_devices == 8
                  and solved(p) and len(p.graph.blocks) > 2)  # fmt: skip

@@ -317,7 +317,8 @@ def _outside(space: _Space) -> tuple[Array, Array]:
             found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.fill_s_per_byte
         if dp > 1 and zero < 3 and (size := float(params.trained[0])):
             curve = space.team("scatter" if zero else "sum", int(i))
-            bucket[row] = at_least(curve, size) + size * over.copy_s_per_byte
+            packed = float(params.trained.sum()) if p == 1 else size  # all of it, before the last
+            bucket[row] = at_least(curve, size) + packed * over.copy_s_per_byte
     whole = np.isin(space.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
     return found[which], np.where(whole, bucket[which], 0.0)
 

@@ -63,7 +63,7 @@ class Pricer:
         np.cumsum(work, axis=1, out=self.work[:, 1:])
         ahead = tables.sends(c.option, self.rows)[0]
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
-                         (c.dp, c.pp) if c.zero == 3 else None)  # fmt: skip
+                         (c.dp, c.pp, c.zero) if c.zero >= 2 else None)  # fmt: skip
         self.bucket = tables.bucket_bytes(c)
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket)  # fmt: skip
