@@ -41,7 +41,8 @@ class _Space:
          self.recompute) = np.ascontiguousarray(found.rows.T)  # fmt: skip
         self.rows = np.maximum(1, num_rows // (self.dp * self.count))
         self.split = self.schedule == SCHEDULES.index("zero_bubble")
-        self.hurries = (self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
+        self.hurries = ((self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
+                        & (self.recompute == 0))  # fmt: skip
         self.programs = max(len(keys) for keys, _ in tables.programs)
         self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
         self.costs = self._costs()
@@ -165,7 +166,8 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     Until then k has done no more than w_k = min(m, p-k) forwards, so (m-w_k) f_k + (m-1) b_k are
     left after it, and behind them its last backward and those before k. But for the first stage's
     the last ones need only be inner, i_s of each b_s: F + I + M + (m-1) t_k - (w_k-1) f_k. With
-    f_k <= phi t_k that is F + I + M + c_k t_k, c_k = m-1 - (w_k-1) phi.
+    f_k <= phi t_k that is F + I + M + c_k t_k, c_k = m-1 - (w_k-1) phi. And with m >= p the first
+    backwards behind k are whole: S + M + c_k t_k less b_s - i_s <= delta t_s of positions 1 to k.
     GPipe is the same with w_k = 1, and S for F + I, as all its backwards are whole: all forwards
     pass the slowest f, all backwards the slowest b.
     Zero bubble. The first inner backward of k starts after all forwards and the inner backwards
@@ -173,12 +175,14 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     F + M_f + sum of i_s behind k + m t_k - w_k f_k, with i_s >= iota t_s.
 
     What the stages are, the worst k counts: max_k a_k >= sum_k u_k a_k for weights that sum to 1.
-    Choosing u_k c_k + iota (u_0 + .. + u_(k-1)) = K for all k makes that S K. Any schedule takes
-    m S / p, as some position has S / p to do for each of m micro-batches.
+    Choosing u_k c_k + iota (u_0 + .. + u_(k-1)) = K for all k makes that S K; and in the last case
+    u_k c_k - delta (u_k + .. + u_(p-1)) = K, but u_0 c_0 = K. Any schedule takes m S / p, as some
+    position has S / p to do for each of m micro-batches.
 
     As blocks are whole, some t_k is at least t of `_slowest`: c_0 t for it (c_0 is the least) in
-    place of S K, or m t. All chains end with the first stage, whose bucket follows; only m t may
-    end, in 1F1B, with the weights of another.
+    place of S K, or m t. As no position takes longer than the longest, that one gives the last case
+    (m-1 - (p-1) max(phi, delta)) t. All chains end with the first stage, whose bucket follows; only
+    m t may end, in 1F1B, with the weights of another.
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
@@ -204,8 +208,14 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
+    delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)
+    added = (counts * least).sum(axis=1)  # with the weights, so b_s - i_s has it too
+    most_of = np.maximum(0.0, m - 1 - (p - 1) * np.maximum(phi, delta)) * longest
+    proven = total + np.maximum(total * _drained(space, phi, delta), most_of)
+    drained = np.where(space.hurries & (m >= p), proven - added + there + back, 0.0)
     alone = m * longest + np.where(space.hurries, 0.0, bucket)
-    seconds = np.maximum(alone, np.where(plain, base + followed, total + there + back) + bucket)
+    chains = np.maximum(drained, np.where(plain, base + followed, total + there + back))
+    seconds = np.maximum(alone, chains + bucket)
     return np.where(p == 1, m * total + bucket, seconds)
 
 
@@ -251,6 +261,19 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
         own = np.maximum(0.0, 1 - iota[i] * weights[i]) / np.maximum(c, 1e-9)
         weights[i] += own
     return 1 / weights, first
+
+
+def _drained(space: _Space, phi: Array, delta: Array) -> Array:
+    """K of 1F1B whose first backwards are whole, 0 where that says nothing: see `_pipeline`."""
+    p, m = space.pp, space.count
+    weights, proven = np.zeros(len(p)), np.ones(len(p), dtype=bool)
+    for k in range(int(p.max()) - 1, -1, -1):
+        i = np.flatnonzero(p > k)
+        less = delta[i] if k else 0.0
+        rate = m[i] - 1 - (np.minimum(m[i], p[i] - k) - 1) * phi[i] - less
+        proven[i] &= rate > TINY
+        weights[i] += np.where(proven[i], (1 + less * weights[i]) / np.maximum(rate, TINY), 0.0)
+    return np.where(proven, 1 / np.maximum(weights, TINY), 0.0)
 
 
 def _messages(space: _Space) -> tuple[Array, Array]:
