@@ -208,11 +208,8 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
-    delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)
-    added = (counts * least).sum(axis=1)  # with the weights, so b_s - i_s has it too
-    most_of = np.maximum(0.0, m - 1 - (p - 1) * np.maximum(phi, delta)) * longest
-    proven = total + np.maximum(total * _drained(space, phi, delta), most_of)
-    drained = np.where(space.hurries & (m >= p), proven - added + there + back, 0.0)
+    drained = _drained(space, work, total, longest, phi) - (counts * least).sum(axis=1)
+    drained = np.where(space.hurries & (m >= p), drained + there + back, 0.0)
     alone = m * longest + np.where(space.hurries, 0.0, bucket)
     chains = np.maximum(drained, np.where(plain, base + followed, total + there + back))
     seconds = np.maximum(alone, chains + bucket)
@@ -263,9 +260,12 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
     return 1 / weights, first
 
 
-def _drained(space: _Space, phi: Array, delta: Array) -> Array:
-    """K of 1F1B whose first backwards are whole, 0 where that says nothing: see `_pipeline`."""
+def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Array) -> Array:
+    """1F1B whose first backwards are whole, without messages (see `_pipeline`): S (1 + K), or what
+    the longest position gives. What adding takes is left to be subtracted."""
     p, m = space.pp, space.count
+    used = (space.counts > 0) & (work > 0)
+    delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)
     weights, proven = np.zeros(len(p)), np.ones(len(p), dtype=bool)
     for k in range(int(p.max()) - 1, -1, -1):
         i = np.flatnonzero(p > k)
@@ -273,7 +273,9 @@ def _drained(space: _Space, phi: Array, delta: Array) -> Array:
         rate = m[i] - 1 - (np.minimum(m[i], p[i] - k) - 1) * phi[i] - less
         proven[i] &= rate > TINY
         weights[i] += np.where(proven[i], (1 + less * weights[i]) / np.maximum(rate, TINY), 0.0)
-    return np.where(proven, 1 / np.maximum(weights, TINY), 0.0)
+    factor = np.where(proven, 1 / np.maximum(weights, TINY), 0.0)
+    alone = np.maximum(0.0, m - 1 - (p - 1) * np.maximum(phi, delta)) * longest
+    return total + np.maximum(total * factor, alone)
 
 
 def _messages(space: _Space) -> tuple[Array, Array]:
