@@ -60,9 +60,9 @@ def classic_1f1b(p: int, position: int, m: int) -> str:
     warm_up = min(p - position - 1, m)
     steady = [f"F{warm_up + i} B{i}" for i in range(m - warm_up)]
     words = [*(f"F{i}" for i in range(warm_up)), *steady, *(f"B{i}" for i in range(m - warm_up, m))]
-    for i in range(max(0, m - p + position), m) if position else ():
-        words = [f"I{i} W{i}" if word == f"B{i}" else word for word in " ".join(words).split()]
-    return " ".join(words)
+    drained = range(max(0, m - p + position), m) if position else ()
+    halves = {f"B{i}": f"I{i} W{i}" for i in drained}
+    return " ".join(halves.get(word, word) for word in " ".join(words).split())
 
 
 def edit(schedule: Schedule, position: int, change: Callable[[list[str]], None]) -> Schedule:

@@ -209,9 +209,9 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
     drained = _drained(space, work, total, longest, phi) - (counts * least).sum(axis=1)
-    drained = np.where(space.hurries & (m >= p), drained + there + back, 0.0)
     alone = m * longest + np.where(space.hurries, 0.0, bucket)
-    chains = np.maximum(drained, np.where(plain, base + followed, total + there + back))
+    chains = np.where(plain, base + followed, total + there + back)
+    chains = np.maximum(chains, drained + there + back)
     seconds = np.maximum(alone, chains + bucket)
     return np.where(p == 1, m * total + bucket, seconds)
 
@@ -261,21 +261,22 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
 
 
 def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Array) -> Array:
-    """1F1B whose first backwards are whole, without messages (see `_pipeline`): S (1 + K), or what
-    the longest position gives. What adding takes is left to be subtracted."""
+    """1F1B whose first backwards are whole (of all else it says nothing), without messages: S + S K
+    or what the longest position gives, see `_pipeline`. Adding is left to be subtracted."""
     p, m = space.pp, space.count
+    meant = space.hurries & (m >= p)
     used = (space.counts > 0) & (work > 0)
     delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)
     weights, proven = np.zeros(len(p)), np.ones(len(p), dtype=bool)
-    for k in range(int(p.max()) - 1, -1, -1):
-        i = np.flatnonzero(p > k)
+    for k in range(int(p[meant].max(initial=0)) - 1, -1, -1):
+        i = np.flatnonzero(meant & (p > k))
         less = delta[i] if k else 0.0
         rate = m[i] - 1 - (np.minimum(m[i], p[i] - k) - 1) * phi[i] - less
         proven[i] &= rate > TINY
         weights[i] += np.where(proven[i], (1 + less * weights[i]) / np.maximum(rate, TINY), 0.0)
     factor = np.where(proven, 1 / np.maximum(weights, TINY), 0.0)
     alone = np.maximum(0.0, m - 1 - (p - 1) * np.maximum(phi, delta)) * longest
-    return total + np.maximum(total * factor, alone)
+    return np.where(meant, total + np.maximum(total * factor, alone), -np.inf)
 
 
 def _messages(space: _Space) -> tuple[Array, Array]:

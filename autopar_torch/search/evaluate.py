@@ -94,11 +94,10 @@ class Pricer:
 
     def busy(self, pipe: Pipeline) -> list[float]:
         """Seconds that each stage computes and exchanges in all."""
-        c, found = self.candidate, []
-        m, works = c.micro_batches, zip(*pipe[: _WEIGHT + 1], strict=True)
+        m, found = self.candidate.micro_batches, []
+        works = zip(*pipe[: _WEIGHT + 1], strict=True)
         for s, (forward, backward, early, late) in enumerate(works):
-            drains = min(m, c.pp - s) if c.schedule == "1f1b" and s else 0
-            halved = m if c.schedule == "zero_bubble" else drains
+            halved = self.candidate.halved(s)
             found.append(m * forward + (m - halved) * backward + halved * (early + late))
         return found
 
@@ -155,8 +154,7 @@ class Pricer:
         op = "scatter" if c.zero else "sum"
         curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
         first, end = stage
-        halved = c.schedule == "zero_bubble" or (c.schedule == "1f1b" and position > 0)
-        starts = self.work[_WEIGHT if halved else _BACKWARD, first:end].tolist()
+        starts = self.work[_WEIGHT if c.halved(position) else _BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
         copy_s = self.over.copy_s_per_byte  # packing holds the backward up
         done = size = packed = 0.0

@@ -28,7 +28,7 @@ def _inside(pricer: Pricer, parts: Parts) -> Array:
     if c.schedule == "gpipe":
         return whole + there + back + (m - 1) * (f.max(axis=1) + b.max(axis=1))
     if c.schedule == "1f1b":
-        halved = np.where(np.arange(p) == 0, 0, ahead)  # how many backwards are in two parts
+        halved = np.array([c.halved(s) for s in range(p)])
         first, last = np.where(halved < m, b, i), np.where(halved == 0, b, i)
         behind = first.sum(axis=1, keepdims=True) - first.cumsum(axis=1)
         rest = (m - ahead) * f + (m - halved) * b + halved * (i + w) - np.where(halved, i + w, b)

@@ -66,6 +66,12 @@ class Candidate(NamedTuple):
         """Rows of a micro-batch."""
         return max(1, num_rows // (self.dp * self.micro_batches))
 
+    def halved(self, stage: int) -> int:
+        """How many backwards of a stage its list has in two parts."""
+        if self.schedule == "zero_bubble":
+            return self.micro_batches
+        return min(self.micro_batches, self.pp - stage) if self.schedule == "1f1b" and stage else 0
+
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 
