@@ -138,8 +138,13 @@ class Overheads(Struct, frozen=True):
     update_s_per_tensor: float = 0.0
     add_s_per_byte: float = 0.0  # adding a gradient to what is there
     copy_s_per_byte: float = 0.0  # packing a message
+    cut_s_per_byte: float = 0.0  # the same in rows for the ranks of ZeRO, with taking apart
     fill_s_per_byte: float = 0.0  # from a message into parameters
     fixed_bytes: float = 0.0
+
+    def packing(self, op: str) -> float:
+        """Seconds per byte of a message of gradients for such a collective."""
+        return self.cut_s_per_byte if op == "scatter" else self.copy_s_per_byte
 
 
 class Jitter(Struct, frozen=True):

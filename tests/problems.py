@@ -39,7 +39,7 @@ def problem(seed: int) -> Problem:
     over = Overheads(update_s_per_byte=1e-8, step_s=draw.choice([0.0, 1e-3]),
                      action_s=draw.choice([0.0, 1e-3]), micro_batch_s=draw.choice([0.0, 2e-3]),
                      add_s_per_byte=draw.choice([0.0, 1e-7]), copy_s_per_byte=1e-9,
-                     fill_s_per_byte=2e-9)  # fmt: skip
+                     cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)  # fmt: skip
     cluster = _cluster(draw)
     curves = tuple(_messages(draw, cluster)) if draw.random() < 0.5 else ()
     found = Profile(cluster, tuple(cells), curves, overheads=over, assumed=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..profile import Overheads
-from ..shard.parts import fill, flat_piece
+from ..shard.parts import copy_rows, fill, flat_piece
 from ..shard.watch import between, stamp
 from .links import FLUSH, Places
 from .stats import median
@@ -33,6 +33,7 @@ class Extras:
             "update": _update(self.sizes, device),
             "small": _update([SMALL] * len(self.sizes), device),
             "pack": _packing(self.sizes, device),
+            "cut": _cutting(self.sizes, device),
             "fill": _filling(self.sizes, device),
             "batch": batch,
             "context": context,
@@ -72,6 +73,7 @@ class Extras:
             update_s_per_byte=max(0.0, alone["update"] - alone["small"]) / num_bytes,
             update_s_per_tensor=alone["small"] / len(self.sizes),
             copy_s_per_byte=alone["pack"] / num_bytes,
+            cut_s_per_byte=alone["cut"] / num_bytes,
             fill_s_per_byte=alone["fill"] / num_bytes,
         )
 
@@ -83,22 +85,34 @@ def _capped(sizes: Sequence[int]) -> list[int]:
     return fit or [min(MOST, min(sizes, default=SMALL))]
 
 
+def _halves(sizes: Sequence[int]) -> list[int]:
+    return [-(-size // 2) for size in sizes]
+
+
 def _packing(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
     """Tensors one after another into one message, as a bucket is packed."""
     tensors = [torch.ones(size, device=device) for size in sizes]
+    return lambda: torch.cat(tensors, out=torch.empty(sum(sizes), device=device))
 
-    def pack() -> None:
-        flat, end = torch.empty(sum(sizes), device=device), 0
-        for tensor in tensors:
-            flat[end : (end := end + tensor.numel())].view(tensor.shape).copy_(tensor)
 
-    return pack
+def _cutting(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
+    """The same in two rows, as ZeRO cuts gradients, and parts of a row as what they are."""
+    tensors, halves = [torch.ones(size, device=device) for size in sizes], _halves(sizes)
+
+    def cut() -> None:
+        flat = torch.empty((2, sum(halves)), device=device)
+        for tensor, half, target in zip(tensors, halves, flat.split(halves, -1), strict=True):
+            copy_rows(target, tensor.reshape(-1), half)
+        for half, part in zip(halves, flat[0].split(halves), strict=True):
+            part[:half].view(half)
+
+    return cut
 
 
 def _filling(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
     """Parameters cut in two put together again, as ZeRO does it with what ranks gathered."""
     wholes = [torch.ones(size, device=device, requires_grad=True) for size in sizes]
-    halves = [torch.ones(-(-size // 2), device=device) for size in sizes]
+    halves = [torch.ones(half, device=device) for half in _halves(sizes)]
     came = torch.cat(halves)
 
     def work() -> None:

@@ -92,8 +92,8 @@ def overheads(device: Device, precision: Precision) -> Overheads:
     leaf = HALF if precision == "bfloat16" else 0.0
     return Overheads(
         update_s_per_byte=(ADAM_PASSES + leaf) * byte_s, add_s_per_byte=ADD_PASSES * byte_s,
-        copy_s_per_byte=COPY_PASSES * byte_s, fill_s_per_byte=COPY_PASSES * byte_s,
-        fixed_bytes=float(device.fixed_bytes),
+        copy_s_per_byte=COPY_PASSES * byte_s, cut_s_per_byte=COPY_PASSES * byte_s,
+        fill_s_per_byte=COPY_PASSES * byte_s, fixed_bytes=float(device.fixed_bytes),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
-from ..shard.parts import fill, flat_piece, part
+from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
 from .world import World
 
@@ -249,7 +249,7 @@ class Bucket:
             paste(target.view(held.shape), grad / held.holding.num_copies,
                   held.holding.boxes(held.shape))  # fmt: skip
         else:
-            _copy_rows(target, grad.reshape(-1), held.piece)
+            copy_rows(target, grad.reshape(-1), held.piece)
 
     def launch(self) -> None:
         """Start summing; gradients that have not arrived are zeros."""
@@ -295,19 +295,6 @@ def _taken(leaf: Tensor) -> Tensor:
 
 def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
     into[name] = grad if name not in into else into[name].add_(grad)
-
-
-def _copy_rows(target: Tensor, flat: Tensor, piece: int) -> None:
-    """One row per rank of the team; the last rows are padded with zeros."""
-    full, rest = divmod(flat.numel(), piece)
-    if full == len(target):
-        target.copy_(flat.view(full, piece))
-        return
-    target[:full].copy_(flat[: full * piece].view(full, piece))
-    if rest:
-        target[full, :rest].copy_(flat[full * piece :])
-        target[full, rest:].zero_()
-    target[full + bool(rest) :].zero_()
 
 
 def stacking_dim(boxes: list[Box], local: Tensor) -> int:

@@ -236,7 +236,8 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
         found[1, row, : len(least)] = -space.least(option, -seconds)
     share = ((space.count - 1) / space.count)[:, None]
     once = np.where(space.zero[:, None] == 3, 1.0, share)
-    least, most = (adding[k][space.option] * share + found[k][which] * once for k in range(2))
+    kept = share / np.where(space.zero >= 2, space.dp, 1)[:, None]  # see `staying`
+    least, most = (adding[k][space.option] * kept + found[k][which] * once for k in range(2))
     return least, most
 
 
@@ -342,9 +343,9 @@ def _outside(space: _Space) -> tuple[Array, Array]:
             leaf = float(params.leaf.sum()) / p
             found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.fill_s_per_byte
         if dp > 1 and zero < 3 and (size := float(params.trained[0])):
-            curve = space.team("scatter" if zero else "sum", int(i))
+            op = "scatter" if zero else "sum"
             packed = float(params.trained.sum()) if p == 1 else size  # all of it, before the last
-            bucket[row] = at_least(curve, size) + packed * over.copy_s_per_byte
+            bucket[row] = at_least(space.team(op, int(i)), size) + packed * over.packing(op)
     whole = np.isin(space.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
     return found[which], np.where(whole, bucket[which], 0.0)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..profile import Curve
 from ..simulate.formula import Pipeline
-from .memory import Memory
+from .memory import Memory, staying
 from .space import Candidate
 from .tables import Array, Blocks, Tables
 
@@ -156,7 +156,7 @@ class Pricer:
         first, end = stage
         starts = self.work[_WEIGHT if c.halved(position) else _BACKWARD, first:end].tolist()
         sizes = self.params.trained[first:end].tolist()
-        copy_s = self.over.copy_s_per_byte  # packing holds the backward up
+        copy_s = self.over.packing(op)  # it holds the backward up
         done = size = packed = 0.0
         for i in range(end - first - 1, -1, -1):
             size += sizes[i]
@@ -174,7 +174,7 @@ def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:
     The first micro-batch adds nothing; the last sums of ZeRO 2 go on beside the backward.
     """
     share = (c.micro_batches - 1) / c.micro_batches
-    adding = share * (tables.profile.profile.overheads.add_s_per_byte * trained)
+    adding = share * staying(c) * tables.profile.profile.overheads.add_s_per_byte * trained
     return adding + summing(tables, c, trained) * (1.0 if c.zero == 3 else share)
 
 
@@ -214,7 +214,7 @@ def after(tables: Tables, c: Candidate) -> Callable[[float], float]:
 
 
 def bucket_seconds(curve: Curve, size: float, tables: Tables) -> float:
-    return curve.seconds(size) + size * tables.profile.profile.overheads.copy_s_per_byte
+    return curve.seconds(size) + size * tables.profile.profile.overheads.packing("scatter")
 
 
 def _largest(total: Array, borders: NDArray[np.int64], pp: int) -> list[float]:

@@ -67,6 +67,19 @@ def flat_piece(own: Tensor, dtype: torch.dtype, size: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(lacking)]) if lacking else flat
 
 
+def copy_rows(target: Tensor, flat: Tensor, piece: int) -> None:
+    """One row per rank of the team; the last rows are padded with zeros."""
+    full, rest = divmod(flat.numel(), piece)
+    if full == len(target):
+        target.copy_(flat.view(full, piece))
+        return
+    target[:full].copy_(flat[: full * piece].view(full, piece))
+    if rest:
+        target[full, :rest].copy_(flat[full * piece :])
+        target[full, rest:].zero_()
+    target[full + bool(rest) :].zero_()
+
+
 def padded(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
     """A whole value that is zero outside of one rank's piece."""
     frame = Frame(x, layout, parts)
