@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from ..errors import SearchError
 from ..model import ModelGraph
@@ -25,7 +26,7 @@ from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
-FIRST = 512  # candidates whose bound of time is worked out at first; then ever twice as many
+AT_ONCE = 512  # candidates whose bounds are worked out together
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
@@ -117,15 +118,15 @@ class _Cuts(NamedTuple):
 
 
 class _Queue:
-    """Candidates by increasing bound of time. Bounds are worked out from the least busy on, and no
-    further than needed: whoever is left has a bound that is at least its average."""
+    """Candidates by increasing bound of time. Bounds are worked out in the order of rough ones, and
+    no further than needed: nobody who is left is faster than its rough bound."""
 
-    def __init__(self, bounded: Bounded, first: int) -> None:
-        self.bounded, self.step = bounded, first
-        average = bounded.average()
-        order = np.argsort(average, kind="stable")
-        self.order, self.average = bounded.possible[order], average[order]
-        self.known = 0
+    def __init__(self, bounded: Bounded, step: int) -> None:
+        self.bounded, self.step = bounded, step
+        rough = bounded.rough()
+        self.order = np.argsort(rough, kind="stable")
+        self.rough = rough[self.order]
+        self.known = self.killed = 0  # looked at; of these, killed by their bound of memory
         self.heap: list[tuple[float, int]] = []
 
     def push(self, bound: float, i: int) -> None:
@@ -134,15 +135,19 @@ class _Queue:
     def pop(self) -> tuple[float, int] | None:
         """The least bound, None at the end."""
         while self.known < len(self.order) and (
-            not self.heap or self.heap[0][0] >= self.average[self.known]
+            not self.heap or self.heap[0][0] >= self.rough[self.known]
         ):
-            chosen = self.order[self.known : self.known + self.step]
-            seconds = self.bounded.seconds(chosen)
-            self.heap += zip(seconds.tolist(), chosen.tolist(), strict=True)
-            heapq.heapify(self.heap)
-            self.known += len(chosen)
-            self.step *= 2
+            self._look_at(self.order[self.known : self.known + self.step])
         return heapq.heappop(self.heap) if self.heap else None
+
+    def _look_at(self, chosen: NDArray[np.int64]) -> None:
+        possible = self.bounded.possible(chosen)
+        self.known += len(chosen)
+        self.killed += len(chosen) - len(possible)
+        if len(possible):
+            seconds = self.bounded.seconds(possible)
+            self.heap += zip(seconds.tolist(), possible.tolist(), strict=True)
+            heapq.heapify(self.heap)
 
 
 class _Hunt:
@@ -161,19 +166,17 @@ class _Hunt:
 
     def run(self, exhaustive: bool, deadline: float | None) -> None:
         """Candidates come back to the queue with the bound of their cuts before they are priced."""
-        open_ = len(self.bounded.possible)
-        if not exhaustive:
-            self.discarded["memory bound"] += len(self.found) - open_
-        queue = _Queue(self.bounded, len(self.found) if exhaustive else FIRST)
+        open_ = len(self.found)
+        queue = _Queue(self.bounded, len(self.found) if exhaustive else AT_ONCE)
         ready: dict[int, _Cuts] = {}
         while (following := queue.pop()) is not None:
             bound, i = following
             if not exhaustive and bound > self._limit() * ROUNDING:
-                self.discarded["time bound"] += open_
-                return
+                self.discarded["time bound"] += open_ - queue.killed
+                break
             if deadline is not None and time.perf_counter() > deadline and self.best:
                 self.gap = max(0.0, 1 - bound / self.best[0].step_s)
-                return
+                break
             if i in ready:
                 self._price(ready.pop(i), exhaustive)
                 open_ -= 1
@@ -182,6 +185,8 @@ class _Hunt:
                 queue.push(max(bound, float(prepared.floor.min())), i)
             else:
                 open_ -= 1
+        if not exhaustive:
+            self.discarded["memory bound"] += queue.killed
 
     def _limit(self) -> float:
         """What a candidate has to beat to be kept."""
@@ -196,7 +201,7 @@ class _Hunt:
 
         num_stages, free = candidate.stages(), None
         if not is_small(len(pricer.seconds), num_stages):
-            free = self.tables.free_cut(pricer.work_key, pricer.seconds, num_stages)
+            free = self.tables.shares(pricer.work_key, pricer.seconds, num_stages)
         tried = list(cuts(pricer.seconds, num_stages, fits, free))
         if tried:
             return _Cuts(pricer, tried, floors(pricer, tried))

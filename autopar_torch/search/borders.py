@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,25 +18,37 @@ ROUNDING = 1 + 1e-12
 MOST_TRIED = 300  # cuts that are all tried rather than reasoned about
 
 
+class Shares(NamedTuple):
+    """Cuts where memory is no concern."""
+
+    balanced: tuple[int, ...]  # its slowest stage is as quick as can be
+    even: tuple[int, ...]  # nearest to equal shares
+
+
+def shares(seconds: Array, num_stages: int) -> Shares:
+    balanced = smallest_bottleneck(seconds, num_stages, lambda *_: True)
+    return Shares(balanced or (), even(seconds, num_stages))
+
+
 def cuts(seconds: Array, num_stages: int, fits: Fits,
-         free: tuple[int, ...] | None = None) -> Iterator[tuple[int, ...]]:  # fmt: skip
+         free: Shares | None = None) -> Iterator[tuple[int, ...]]:  # fmt: skip
     """Borders worth evaluating: all of them if they are few, else the best-balanced that fit.
 
-    `free` is the best-balanced cut if memory is no concern: where it fits, nothing is better.
+    Where the cut that is best if memory is no concern fits, nothing is better.
     """
     count = len(seconds)
     if is_small(count, num_stages):
         for inner in itertools.combinations(range(1, count), num_stages - 1):
             yield (0, *inner, count)
         return
-    if free is not None and all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(free))):
-        found: tuple[int, ...] | None = free
-    else:
+    free = free or shares(seconds, num_stages)
+    found: tuple[int, ...] | None = free.balanced
+    if not all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(free.balanced))):
         found = smallest_bottleneck(seconds, num_stages, fits)
     if found is not None:
         yield found
-        if (other := even(seconds, num_stages)) != found:
-            yield other
+        if free.even != found:
+            yield free.even
 
 
 def is_small(count: int, num_stages: int) -> bool:

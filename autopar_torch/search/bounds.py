@@ -33,7 +33,8 @@ class _Space:
     """The candidates as columns, and what every program of theirs costs (candidate x program)."""
 
     COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
-               "split", "hurries", "counts", "costs")  # fmt: skip
+               "split", "hurries", "counts", "costs", "added", "added_most", "common",
+               "held")  # fmt: skip
 
     def __init__(self, found: Candidates, tables: Tables, num_rows: int) -> None:
         self.found, self.tables = found, tables
@@ -46,6 +47,10 @@ class _Space:
         self.programs = max(len(keys) for keys, _ in tables.programs)
         self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
         self.costs = self._costs()
+        self.added, self.added_most = _per_micro_batch(self)
+        common = [int(np.bincount(which).argmax()) for _, which in tables.programs]
+        self.common = np.array(common)[self.option]
+        self.held = self._held()
 
     def take(self, chosen: Ints) -> _Space:
         """Only these candidates."""
@@ -97,6 +102,20 @@ class _Space:
                               for size in leaf[self.option[i]]]  # fmt: skip
         return table[which]
 
+    def _held(self) -> Array:
+        """What lasts and all gradients; of a block of the most common program (the least of them)
+        what lasts, and of its gradients what stays."""
+        tables, copies = self.tables, self.tables.precision == "bfloat16"
+        first, which = self.by(self.option, self.dp, self.zero)
+        found = np.zeros((len(first), 3))
+        for row, i in enumerate(first):
+            candidate, params = self.found[i], tables.params(int(self.option[i]))
+            alike = tables.programs[candidate.option][1] == self.common[i]
+            stays = lasting(candidate, params, copies)
+            found[row] = (stays.sum() + params.trained.sum(), stays[alike].min(),
+                          params.trained[alike].min() * staying(candidate))  # fmt: skip
+        return found[which]
+
     def backward(self) -> Array:
         """Candidate x program: seconds of a whole backward, both parts where it is split; where
         the last one is, no more than either takes."""
@@ -122,27 +141,40 @@ class _Space:
 
 
 class Bounded:
-    """Candidates with their bounds of memory; those of time are worked out for whom they may
-    concern, as `_pipeline` asks for more work than the average position has."""
+    """Candidates with rough bounds of time; better ones, and those of memory, are worked out for
+    whom they may concern."""
 
     def __init__(self, candidates: Candidates, tables: Tables, num_rows: int,
                  capacity: float) -> None:  # fmt: skip
-        self.space = _Space(candidates, tables, num_rows)
-        self.memory_bytes, self.holds = _memory(self.space, capacity)
-        self.possible = np.flatnonzero((self.memory_bytes <= capacity) & self.holds)
+        self.space, self.capacity = _Space(candidates, tables, num_rows), capacity
+        self.outside, self.bucket = _outside(self.space)
+        # Of those who were looked at.
+        self.memory_bytes, self.holds = np.full(len(candidates), np.inf), np.zeros(len(candidates))
 
-    def average(self) -> Array:
-        """Seconds that the average position of the possible ones is busy: a rough bound."""
+    def rough(self) -> Array:
+        """By blocks alone: seconds that the average position is busy, or the chain through one that
+        is no less busy (see `_pipeline`)."""
         space = self.space
-        work = space.costs[:, :, FORWARD] + space.backward()
-        total = (space.counts * work).sum(axis=1)
-        return (space.count * total / space.pp / ROUNDING)[self.possible]
+        p, m, split, forward = space.pp, space.count, space.split, space.costs[:, :, FORWARD]
+        work = forward + space.backward() + space.added
+        total, ahead, early = ((space.counts * part).sum(axis=1)
+                               for part in (work, forward, space.early()))  # fmt: skip
+        phi = _ratio(forward, work, (space.counts > 0) & (work > 0)).max(axis=1)
+        first = np.where(space.schedule == SCHEDULES.index("gpipe"), 1, np.minimum(m, p))
+        left = m - np.where(split, first, first - 1) * phi - ~split
+        chain = ahead + np.where(split, 0.0, early) + np.maximum(left, 0.0) * total / p
+        plain = (p > 1) & (space.schedule != SCHEDULES.index("interleaved"))
+        return self.outside + np.maximum(m * total / p, np.where(plain, chain, 0.0)) / ROUNDING
 
     def seconds(self, chosen: Ints) -> Array:
-        """The bound of time of some candidates."""
-        rest = self.space.take(chosen)
-        outside, bucket = _outside(rest)
-        return outside + _pipeline(rest, bucket)
+        """The bound of time of some."""
+        return self.outside[chosen] + _pipeline(self.space.take(chosen), self.bucket[chosen])
+
+    def possible(self, chosen: Ints) -> Ints:
+        """Those of some that memory may hold."""
+        least, holds = _memory(self.space.take(chosen), self.capacity)
+        self.memory_bytes[chosen], self.holds[chosen] = least, holds
+        return chosen[(least <= self.capacity) & holds]
 
 
 def bounds(candidates: Candidates, tables: Tables, num_rows: int,
@@ -151,9 +183,10 @@ def bounds(candidates: Candidates, tables: Tables, num_rows: int,
     that cannot fit are not looked at any further."""
     found = Bounded(candidates, tables, num_rows, capacity)
     seconds = np.full(len(candidates), np.inf)
-    if len(found.possible):
-        seconds[found.possible] = found.seconds(found.possible)
-    return Bounds(seconds, found.memory_bytes, found.holds)
+    possible = found.possible(np.arange(len(candidates)))
+    if len(possible):
+        seconds[possible] = found.seconds(possible)
+    return Bounds(np.maximum(seconds, found.rough()), found.memory_bytes, found.holds > 0)
 
 
 def _pipeline(space: _Space, bucket: Array) -> Array:
@@ -186,7 +219,7 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
-    least, most = _per_micro_batch(space)
+    least, most = space.added, space.added_most
     forward = costs[:, :, FORWARD]
     work = forward + space.backward() + least
     extra_f, extra = over.action_s + over.micro_batch_s, 2 * over.action_s + over.micro_batch_s
@@ -265,19 +298,20 @@ def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Arra
     """1F1B whose first backwards are whole (of all else it says nothing), without messages: S + S K
     or what the longest position gives, see `_pipeline`. Adding is left to be subtracted."""
     p, m = space.pp, space.count
-    meant = space.hurries & (m >= p)
     used = (space.counts > 0) & (work > 0)
     delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)
-    weights, proven = np.zeros(len(p)), np.ones(len(p), dtype=bool)
-    for k in range(int(p[meant].max(initial=0)) - 1, -1, -1):
-        i = np.flatnonzero(meant & (p > k))
-        less = delta[i] if k else 0.0
-        rate = m[i] - 1 - (np.minimum(m[i], p[i] - k) - 1) * phi[i] - less
-        proven[i] &= rate > TINY
-        weights[i] += np.where(proven[i], (1 + less * weights[i]) / np.maximum(rate, TINY), 0.0)
-    factor = np.where(proven, 1 / np.maximum(weights, TINY), 0.0)
     alone = np.maximum(0.0, m - 1 - (p - 1) * np.maximum(phi, delta)) * longest
-    return np.where(meant, total + np.maximum(total * factor, alone), -np.inf)
+    found = np.full(len(p), -np.inf)
+    i = np.flatnonzero(space.hurries & (m >= p))
+    k = np.arange(p[i].max(initial=1))
+    inside, less = k < p[i, None], np.where(k, delta[i, None], 0.0)
+    rate = (m[i] - 1)[:, None] - (p[i, None] - k - 1) * phi[i, None] - less
+    proven = (~inside | (rate > TINY)).all(axis=1)
+    weights = np.where(inside & proven[:, None], 1 / np.where(rate > TINY, rate, 1.0), 0.0)
+    weights[:, 1:] *= (1 + less * weights)[:, :-1].cumprod(axis=1)
+    factor = np.where(proven, 1 / np.maximum(weights.sum(axis=1), TINY), 0.0)
+    found[i] = total[i] + np.maximum(total[i] * factor, alone[i])
+    return found
 
 
 def _messages(space: _Space) -> tuple[Array, Array]:
@@ -288,8 +322,7 @@ def _messages(space: _Space) -> tuple[Array, Array]:
     for row, i in enumerate(first):
         p, option = int(space.pp[i]), int(space.option[i])
         tp = tables.options[option].degree
-        sizes = [float(s[1:-1].min()) if len(s) > 2 else 0.0
-                 for s in tables.sends(option, int(space.rows[i]))]  # fmt: skip
+        sizes = tables.least_sends(option, int(space.rows[i]))
         for curve, after_stages in tables.hops(tp, p, p):
             found[row] += [len(after_stages) * at_least(curve, size) for size in sizes]
     return found[which, 0], found[which, 1]
@@ -360,26 +393,11 @@ def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
     working memory of such a block comes on top. Blocks are whole: position k has place for no more
     than floor(room / r_k) of them, and together the positions need place for n.
     """
-    tables, copies = space.tables, space.tables.precision == "bfloat16"
-    first, which = space.by(space.option, space.dp, space.zero)
-    common = [int(np.bincount(w).argmax()) for _, w in tables.programs]
-    mean, own, grads = (np.zeros(len(first)) for _ in range(3))
-    for row, i in enumerate(first):
-        option = int(space.option[i])
-        params = tables.params(option)
-        alike = tables.programs[option][1] == common[option]
-        stays = lasting(space.found[i], params, copies)
-        mean[row] = float(stays.sum() + params.trained.sum())
-        own[row], grads[row] = (
-            float(stays[alike].min()),
-            float(params.trained[alike].min()) * staying(space.found[i]),
-        )
-    mean, own, grads = mean[which], own[which], grads[which]
-    chosen = np.array(common)[space.option]
-    lines = np.arange(len(space.found))
+    mean, own, grads = space.held.T
+    lines, chosen = np.arange(len(space.found)), space.common
     kept, working = space.costs[lines, chosen, KEPT], space.costs[lines, chosen, WORKING]
     count = space.counts[lines, chosen]
-    fixed = tables.profile.profile.overheads.fixed_bytes
+    fixed = space.tables.profile.profile.overheads.fixed_bytes
     room = np.maximum(0.0, capacity - fixed - working)
     each = own + np.where(space.count > 1, grads, 0.0)
     grows = kept / space.virtual

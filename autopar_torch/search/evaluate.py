@@ -65,6 +65,9 @@ class Pricer:
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
                          (c.dp, c.pp, c.zero) if c.zero >= 2 else None)  # fmt: skip
         self.bucket = tables.bucket_bytes(c)
+        self.op = "scatter" if c.zero else "sum"
+        self.programs = tables.programs[c.option][1]
+        self._lags: dict[tuple[object, ...], float] = {}
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket)  # fmt: skip
         self.closing = after(tables, c)
@@ -124,7 +127,7 @@ class Pricer:
         for curve, s in self.tables.hops(self.tp, c.pp, c.stages()) if c.pp > 1 else ():
             ahead, answer = self.tables.message(c.option, self.rows, curve)
             there, here = ahead[borders[:, s + 1]], answer[borders[:, s + 1]]
-            for side in (s, s + 1):  # part of a message holds up sender and receiver
+            for side in (s, s + 1) if curve.held else ():  # part of it holds up both ranks
                 work[_FORWARD][:, side] += curve.held * there
                 work[_BACKWARD : _INPUT + 1, :, side] += curve.held * here
             send[:, s], back[:, s] = (1 - curve.held) * there, (1 - curve.held) * here
@@ -146,26 +149,30 @@ class Pricer:
         return self.outside(np.array([borders]))[0]
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
-        """When the sums of a position are there: buckets leave as its last backward, or the second
-        part of it, fills them."""
+        """When the sums of a position are there."""
         c = self.candidate
         if c.dp == 1 or c.zero == 3:
             return stop
-        op = "scatter" if c.zero else "sum"
-        curve = self.tables.curve(op, position * self.tp, c.pp * self.tp, c.dp)
-        first, end = stage
-        starts = self.work[_WEIGHT if c.halved(position) else _BACKWARD, first:end].tolist()
+        curve = self.tables.curve(self.op, position * self.tp, c.pp * self.tp, c.dp)
+        part, (first, end) = _WEIGHT if c.halved(position) else _BACKWARD, stage
         sizes = self.params.trained[first:end].tolist()
-        copy_s = self.over.packing(op)  # it holds the backward up
-        done = size = packed = 0.0
-        for i in range(end - first - 1, -1, -1):
+        key = (id(curve), part, self.programs[first:end].tobytes(), *sizes)
+        if key not in self._lags:
+            self._lags[key] = self._lag(curve, self.work[part, first:end].tolist(), sizes)
+        return stop + self._lags[key]
+
+    def _lag(self, curve: Curve, starts: Sequence[float], sizes: Sequence[float]) -> float:
+        """Buckets leave as the last backward of a stage, or the second part of it, fills them."""
+        copy_s = self.over.packing(self.op)  # it holds the backward up
+        size, packed, done = 0.0, 0.0, starts[0] - starts[-1]
+        for i in range(len(sizes) - 1, -1, -1):
             size += sizes[i]
-            if size and (c.zero >= 2 or size >= self.bucket or i == 0):
+            if size and (self.candidate.zero >= 2 or size >= self.bucket or i == 0):
                 packed += size * copy_s
-                ready = stop - (starts[i] - starts[0]) + packed
+                ready = starts[0] - starts[i] + packed
                 done = max(done, ready) + curve.seconds(size)
                 size = 0.0
-        return max(done, stop + packed)
+        return max(done, packed)
 
 
 def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:

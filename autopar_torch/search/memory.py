@@ -24,10 +24,9 @@ class Memory:
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
                  fixed_bytes: float, copies: bool, bucket: float) -> None:  # fmt: skip
         self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
-        self.params = _sums(lasting(c, params, copies))
-        owned = params.trained / c.dp if c.zero else params.trained
-        self.lasting = {"parameters": lasting(c, params, copies) - STATES * owned,
-                        "optimizer": STATES * owned}  # fmt: skip
+        self.lasting = lasting(c, params, copies)
+        self.states = STATES * params.trained / (c.dp if c.zero else 1)
+        self.params = _sums(self.lasting)
         self.trained, self.stash = _sums(params.trained), _sums(blocks.stash)
         self.kept = self.stash if c.schedule == "zero_bubble" else _sums(blocks.kept)
         self.drains = c.schedule == "1f1b" and not c.recompute
@@ -66,7 +65,8 @@ class Memory:
     def parts(self, position: int, stages: Sequence[tuple[int, int]]) -> dict[str, float]:
         """What the bytes of `peak` are made of."""
         found = {"fixed": self.fixed}
-        for name, column in self.lasting.items():
+        for name, column in (("parameters", self.lasting - self.states),
+                             ("optimizer", self.states)):  # fmt: skip
             found[name] = float(sum(column[a:b].sum() for a, b in stages))
         rest = self.peak(position, stages) - sum(found.values())
         trained = sum(self.trained[b] - self.trained[a] for a, b in stages)

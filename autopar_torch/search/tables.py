@@ -15,7 +15,7 @@ from ..plan import BUCKET_BYTES, Precision, Sharding
 from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.formula import Pipeline, ends
-from .borders import smallest_bottleneck
+from .borders import Shares, shares
 from .space import Candidate, Option
 
 BUSY = 0.5  # of a core: beside such sending little else is done
@@ -60,12 +60,13 @@ class Tables:
         self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self._least_sends: dict[tuple[int, int], tuple[float, ...]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
         self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
-        self._messages: dict[tuple[int, int, Curve], Array] = {}
+        self._messages: dict[tuple[int, int, int], Array] = {}
         self._num_trained: dict[int, float] = {}
         self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
-        self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        self._shares: dict[tuple[object, ...], Shares] = {}
         self.programs = [self._programs(option) for option in options]
 
     @property
@@ -95,7 +96,7 @@ class Tables:
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
         """Per border: seconds of its message over such a line, and of the answer."""
-        key = (option, rows, curve)
+        key = (option, rows, id(curve))
         if key not in self._messages:
             sizes = np.array(self.sends(option, rows))
             known = {size: curve.seconds(size) for size in set(sizes.ravel().tolist())}
@@ -119,12 +120,11 @@ class Tables:
             self._hops[key] = [(curve, np.array(after)) for curve, after in places.items()]
         return self._hops[key]
 
-    def free_cut(self, key: tuple[object, ...], seconds: Array,
-                 num_stages: int) -> tuple[int, ...] | None:  # fmt: skip
-        """The best-balanced cut if memory is no concern, found once for equal work."""
-        if key not in self._cuts:
-            self._cuts[key] = smallest_bottleneck(seconds, num_stages, lambda *_: True)
-        return self._cuts[key]
+    def shares(self, key: tuple[object, ...], seconds: Array, num_stages: int) -> Shares:
+        """How to cut if memory is no concern, found once for equal work."""
+        if key not in self._shares:
+            self._shares[key] = shares(seconds, num_stages)
+        return self._shares[key]
 
     def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
         """The closed formula, once for equal pipelines."""
@@ -220,14 +220,22 @@ class Tables:
             self._sends[key] = ahead, back
         return self._sends[key]
 
-    def _borders(self, option: int) -> tuple[list[Crossing], list[int]]:
+    def least_sends(self, option: int, rows: int) -> tuple[float, ...]:
+        """The least of `sends` over the borders inside the chain."""
+        key = (option, rows)
+        if key not in self._least_sends:
+            self._least_sends[key] = tuple(float(sizes[1:-1].min(initial=np.inf))
+                                           for sizes in self.sends(*key))  # fmt: skip
+        return self._least_sends[key]
+
+    def _borders(self, option: int) -> tuple[list[Crossing], NDArray[np.int64]]:
         """The distinct sets of values that cross a border, and which of them each border has."""
         if option not in self._crossing:
             found: dict[Crossing, int] = {}
             which = [found.setdefault(tuple((info, self._cut(option, value))
                                             for value, info in values.items()), len(found))
                      for values in self._crossings]  # fmt: skip
-            self._crossing[option] = list(found), which
+            self._crossing[option] = list(found), np.array(which)
         return self._crossing[option]
 
     @cached_property
@@ -235,7 +243,7 @@ class Tables:
         return self.graph.crossings()
 
     @cached_property
-    def _crossing(self) -> dict[int, tuple[list[Crossing], list[int]]]:
+    def _crossing(self) -> dict[int, tuple[list[Crossing], NDArray[np.int64]]]:
         return {}
 
     @cached_property
