@@ -144,7 +144,8 @@ class Overheads(Struct, frozen=True):
 
     def packing(self, op: str) -> float:
         """Seconds per byte of a message of gradients for such a collective."""
-        return self.cut_s_per_byte if op == "scatter" else self.copy_s_per_byte
+        cut = op == "scatter" and self.cut_s_per_byte  # older profiles do not tell them apart
+        return cut or self.copy_s_per_byte
 
 
 class Jitter(Struct, frozen=True):

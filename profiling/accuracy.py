@@ -156,7 +156,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     measuring = session_for(sides)
     order = list(sides)
     for k in range(rounds):
-        for _ in range(LEAST):  # each way to run a backward once
+        for _ in range(LEAST):  # every turn of a backward
             measuring.round()
         random.Random(k).shuffle(order)
         for name in order:

@@ -13,11 +13,17 @@ import autopar_torch as ap
 from autopar_torch import schedule as schedules
 from autopar_torch.errors import ScheduleError
 from autopar_torch.report.perfetto import export
+from autopar_torch.run.offline import profile_for
 from autopar_torch.schedule import Action, Op
+from autopar_torch.shard.parts import copy_rows
 from autopar_torch.simulate import formula
+from autopar_torch.simulate.costs import Costs
 from autopar_torch.simulate.fluid import Capacity, Task, run
+from autopar_torch.simulate.network import lookup
 from autopar_torch.simulate.walk import walk
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
+from autopar_torch.trace import trace
+from autopar_torch.trace.call import take_apart
 from zoo import NanoGPT
 
 CORE = {"core": 1.0}
@@ -171,3 +177,22 @@ def test_parameters_of_two_stages_are_summed_once_whatever_the_schedule(
                                  global_batch_size=4 * count).step_s)  # fmt: skip
     assert steps[0] < steps[1] < 3 * steps[0]
     assert steps[1] < 0.1, "so small a model is done in a blink: these are not seconds"
+
+
+@pytest.mark.parametrize(("zero", "part"), [(1, 1.0), (2, 0.5)])
+def test_zero_2_adds_to_its_own_part_of_gradients_and_to_all_of_a_tied_one(
+    zero: int, part: float
+) -> None:
+    model = NanoGPT(64, 32, 2, 4, 16)
+    call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(pp=2, dp=2, zero=zero, num_micro_batches=4)
+    whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x4xA100-80")
+    rank = Costs(whole, traced.graph, lookup(profile)).stage(0, 0, 2).ranks[0]
+    tied_bytes = 4 * model.tok.weight.numel()
+    assert rank.added_bytes == part * (rank.grad_bytes - tied_bytes) + tied_bytes
+
+
+def test_an_empty_parameter_is_cut_into_rows_of_nothing() -> None:
+    rows = torch.ones(2, 0)
+    copy_rows(rows, torch.ones(0), 0)
+    assert rows.numel() == 0

@@ -26,7 +26,7 @@ from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
-AT_ONCE = 512  # candidates whose bounds are worked out together
+FIRST = 512  # candidates whose bounds are worked out at first; then ever twice as many
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
@@ -138,6 +138,7 @@ class _Queue:
             not self.heap or self.heap[0][0] >= self.rough[self.known]
         ):
             self._look_at(self.order[self.known : self.known + self.step])
+            self.step *= 2
         return heapq.heappop(self.heap) if self.heap else None
 
     def _look_at(self, chosen: NDArray[np.int64]) -> None:
@@ -167,7 +168,7 @@ class _Hunt:
     def run(self, exhaustive: bool, deadline: float | None) -> None:
         """Candidates come back to the queue with the bound of their cuts before they are priced."""
         open_ = len(self.found)
-        queue = _Queue(self.bounded, len(self.found) if exhaustive else AT_ONCE)
+        queue = _Queue(self.bounded, len(self.found) if exhaustive else FIRST)
         ready: dict[int, _Cuts] = {}
         while (following := queue.pop()) is not None:
             bound, i = following
@@ -201,7 +202,7 @@ class _Hunt:
 
         num_stages, free = candidate.stages(), None
         if not is_small(len(pricer.seconds), num_stages):
-            free = self.tables.shares(pricer.work_key, pricer.seconds, num_stages)
+            free = self.tables.free_cuts(pricer.work_key, pricer.seconds, num_stages)
         tried = list(cuts(pricer.seconds, num_stages, fits, free))
         if tried:
             return _Cuts(pricer, tried, floors(pricer, tried))

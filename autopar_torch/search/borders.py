@@ -18,20 +18,20 @@ ROUNDING = 1 + 1e-12
 MOST_TRIED = 300  # cuts that are all tried rather than reasoned about
 
 
-class Shares(NamedTuple):
+class FreeCuts(NamedTuple):
     """Cuts where memory is no concern."""
 
-    balanced: tuple[int, ...]  # its slowest stage is as quick as can be
+    balanced: tuple[int, ...] | None  # its slowest stage is as quick as can be
     even: tuple[int, ...]  # nearest to equal shares
 
 
-def shares(seconds: Array, num_stages: int) -> Shares:
+def free_cuts(seconds: Array, num_stages: int) -> FreeCuts:
     balanced = smallest_bottleneck(seconds, num_stages, lambda *_: True)
-    return Shares(balanced or (), even(seconds, num_stages))
+    return FreeCuts(balanced, even(seconds, num_stages))
 
 
 def cuts(seconds: Array, num_stages: int, fits: Fits,
-         free: Shares | None = None) -> Iterator[tuple[int, ...]]:  # fmt: skip
+         free: FreeCuts | None = None) -> Iterator[tuple[int, ...]]:  # fmt: skip
     """Borders worth evaluating: all of them if they are few, else the best-balanced that fit.
 
     Where the cut that is best if memory is no concern fits, nothing is better.
@@ -41,9 +41,9 @@ def cuts(seconds: Array, num_stages: int, fits: Fits,
         for inner in itertools.combinations(range(1, count), num_stages - 1):
             yield (0, *inner, count)
         return
-    free = free or shares(seconds, num_stages)
-    found: tuple[int, ...] | None = free.balanced
-    if not all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(free.balanced))):
+    free = free or free_cuts(seconds, num_stages)
+    found = free.balanced
+    if found and not all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(found))):
         found = smallest_bottleneck(seconds, num_stages, fits)
     if found is not None:
         yield found

@@ -148,8 +148,8 @@ class Bounded:
                  capacity: float) -> None:  # fmt: skip
         self.space, self.capacity = _Space(candidates, tables, num_rows), capacity
         self.outside, self.bucket = _outside(self.space)
-        # Of those who were looked at.
-        self.memory_bytes, self.holds = np.full(len(candidates), np.inf), np.zeros(len(candidates))
+        self.memory_bytes = np.full(len(candidates), np.inf)  # of those who were looked at
+        self.holds = np.zeros(len(candidates), dtype=bool)
 
     def rough(self) -> Array:
         """By blocks alone: seconds that the average position is busy, or the chain through one that
@@ -186,7 +186,7 @@ def bounds(candidates: Candidates, tables: Tables, num_rows: int,
     possible = found.possible(np.arange(len(candidates)))
     if len(possible):
         seconds[possible] = found.seconds(possible)
-    return Bounds(np.maximum(seconds, found.rough()), found.memory_bytes, found.holds > 0)
+    return Bounds(np.maximum(seconds, found.rough()), found.memory_bytes, found.holds)
 
 
 def _pipeline(space: _Space, bucket: Array) -> Array:
@@ -269,8 +269,8 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
         found[1, row, : len(least)] = -space.least(option, -seconds)
     share = ((space.count - 1) / space.count)[:, None]
     once = np.where(space.zero[:, None] == 3, 1.0, share)
-    kept = share / np.where(space.zero >= 2, space.dp, 1)[:, None]  # see `staying`
-    least, most = (adding[k][space.option] * kept + found[k][which] * once for k in range(2))
+    stays = share / np.where(space.zero >= 2, space.dp, 1)[:, None]  # see `staying`
+    least, most = (adding[k][space.option] * stays + found[k][which] * once for k in range(2))
     return least, most
 
 
@@ -296,7 +296,8 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
 
 def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Array) -> Array:
     """1F1B whose first backwards are whole (of all else it says nothing), without messages: S + S K
-    or what the longest position gives, see `_pipeline`. Adding is left to be subtracted."""
+    or what the longest position gives, see `_pipeline`. Adding is left to be subtracted. (Terms are
+    those of the sum of all u_k, multiplied out from the first position on.)"""
     p, m = space.pp, space.count
     used = (space.counts > 0) & (work > 0)
     delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)

@@ -164,7 +164,7 @@ class Pricer:
     def _lag(self, curve: Curve, starts: Sequence[float], sizes: Sequence[float]) -> float:
         """Buckets leave as the last backward of a stage, or the second part of it, fills them."""
         copy_s = self.over.packing(self.op)  # it holds the backward up
-        size, packed, done = 0.0, 0.0, starts[0] - starts[-1]
+        size, packed, done = 0.0, 0.0, -np.inf
         for i in range(len(sizes) - 1, -1, -1):
             size += sizes[i]
             if size and (self.candidate.zero >= 2 or size >= self.bucket or i == 0):

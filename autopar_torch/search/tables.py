@@ -15,7 +15,7 @@ from ..plan import BUCKET_BYTES, Precision, Sharding
 from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.formula import Pipeline, ends
-from .borders import Shares, shares
+from .borders import FreeCuts, free_cuts
 from .space import Candidate, Option
 
 BUSY = 0.5  # of a core: beside such sending little else is done
@@ -66,7 +66,7 @@ class Tables:
         self._messages: dict[tuple[int, int, int], Array] = {}
         self._num_trained: dict[int, float] = {}
         self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
-        self._shares: dict[tuple[object, ...], Shares] = {}
+        self._free_cuts: dict[tuple[object, ...], FreeCuts] = {}
         self.programs = [self._programs(option) for option in options]
 
     @property
@@ -120,11 +120,11 @@ class Tables:
             self._hops[key] = [(curve, np.array(after)) for curve, after in places.items()]
         return self._hops[key]
 
-    def shares(self, key: tuple[object, ...], seconds: Array, num_stages: int) -> Shares:
+    def free_cuts(self, key: tuple[object, ...], seconds: Array, num_stages: int) -> FreeCuts:
         """How to cut if memory is no concern, found once for equal work."""
-        if key not in self._shares:
-            self._shares[key] = shares(seconds, num_stages)
-        return self._shares[key]
+        if key not in self._free_cuts:
+            self._free_cuts[key] = free_cuts(seconds, num_stages)
+        return self._free_cuts[key]
 
     def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
         """The closed formula, once for equal pipelines."""

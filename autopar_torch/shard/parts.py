@@ -69,7 +69,7 @@ def flat_piece(own: Tensor, dtype: torch.dtype, size: int) -> Tensor:
 
 def copy_rows(target: Tensor, flat: Tensor, piece: int) -> None:
     """One row per rank of the team; the last rows are padded with zeros."""
-    full, rest = divmod(flat.numel(), piece)
+    full, rest = divmod(flat.numel(), max(1, piece))
     if full == len(target):
         target.copy_(flat.view(full, piece))
         return

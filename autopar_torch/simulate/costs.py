@@ -61,6 +61,7 @@ class RankCost:
     gathers: tuple[tuple[tuple[int, ...], float], ...]  # at the start of a step: (team, bytes)
     param_bytes: float
     grads: tuple[float, ...]  # bytes that come with the backward of each block
+    added_bytes: float  # of them, to what is there from the micro-batch before
     owned_bytes: float
     largest_bytes: float
     num_tensors: int
@@ -125,6 +126,7 @@ class Costs:
             tuple(_team_bytes([s for s in trained if s.zero and not self._per_use(s)])),
             param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
             grads=tuple(self._grads(shares, first, last)),
+            added_bytes=sum(self._added(s) for s in trained),
             owned_bytes=float(sum(s.num_owned * item_bytes(s.dtype) for s in trained)),
             largest_bytes=max((s.num_local * item_bytes(s.dtype) for s in trained), default=0),
             num_tensors=len(trained),
@@ -140,6 +142,11 @@ class Costs:
             if shares[name].trained:
                 sizes[block] += _local_bytes(shares[name])
         return list(sizes.values())
+
+    def _added(self, share: Share) -> float:
+        """Where ZeRO 2 and 3 sum at once, only a rank's own part stays to be added to."""
+        at_once = self.plan.zero >= 2 and share.zero and share.steady
+        return _local_bytes(share) / (len(share.team.ranks) if at_once else 1)
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
         """It is complete with its earliest block: backward goes from last to first."""
@@ -162,8 +169,11 @@ class Costs:
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(_team_bytes(used))
         filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
+        trained = [share for share in own if share.trained]
+        whole = sum(map(_local_bytes, trained))
+        added_s = piece.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
         return block_work(piece, gathers, filling, float(sum(_local_bytes(s) for s in used)),
-                          self.plan.whole(stage))  # fmt: skip
+                          added_s, self.plan.whole(stage))  # fmt: skip
 
 
 def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
@@ -176,7 +186,7 @@ def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
 
 
 def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
-               gathered_bytes: float, whole: bool) -> BlockWork:  # fmt: skip
+               gathered_bytes: float, added_s: float, whole: bool) -> BlockWork:  # fmt: skip
     """A piece, with what is gathered for it: whole only while it runs, put together from as much
     that has arrived. With a `whole` backward nothing waits."""
     fill = Work(filling_s)
@@ -185,7 +195,7 @@ def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...],
         Work(piece.backward_s, piece.comm_backward_s) + fill,
         Work(piece.backward_s if whole else piece.input_s, piece.comm_backward_s) + fill,
         Work(0.0 if whole else piece.weight_s),
-        added_s=piece.added_s,
+        added_s=added_s,
         kept_bytes=piece.kept_bytes,
         stash_bytes=0.0 if whole else piece.stash_bytes or piece.kept_bytes,
         forward_bytes=gathered_bytes + max(gathered_bytes, piece.forward_bytes),

@@ -33,7 +33,6 @@ class StepTasks:
         self.costs, self.cluster = costs, costs.profile.profile.cluster
         self.overheads = costs.profile.profile.overheads
         self.rows = costs.plan.micro_batches(num_rows)
-        self.kept = 1 / len(self.rows) if costs.plan.zero >= 2 else 1.0  # of gradients, to be added
         self.tasks: list[Task] = []
         self.last: dict[int, int] = {}  # rank -> its latest task in order
         # (replica, send, target) -> its task, and how long it holds up the target
@@ -192,7 +191,7 @@ class StepTasks:
             for rank_cost in cost.ranks:
                 works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
                 added = sum(rank_cost.blocks[b - blocks.start].added_s for b in group)
-                more = self.kept * added if action.op is Op.B and action.micro_batch else 0.0
+                more = added if action.op is Op.B and action.micro_batch else 0.0
                 self._compute(rank_cost.rank, name, self._varied(rank_cost.rank, works) + more)
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
                         self._tensor_core(stage.devices))  # fmt: skip
@@ -255,7 +254,7 @@ class StepTasks:
             if action.op is Op.F:
                 extra += self.overheads.micro_batch_s
             elif action.op in (Op.B, Op.W) and action.micro_batch:
-                extra += self.kept * cost.grad_bytes * self.overheads.add_s_per_byte
+                extra += cost.added_bytes * self.overheads.add_s_per_byte
             self._compute(cost.rank, name, extra)
 
     def _tensor_core(self, ranks: Sequence[int]) -> float:
@@ -282,6 +281,7 @@ class StepTasks:
                 cost = RankCost(cost.rank, old.blocks + cost.blocks, merged, cost.gathers,
                                 old.param_bytes + cost.param_bytes,
                                 old.grads + cost.grads,
+                                old.added_bytes + cost.added_bytes,
                                 old.owned_bytes + cost.owned_bytes,
                                 max(old.largest_bytes, cost.largest_bytes),
                                 old.num_tensors + cost.num_tensors)  # fmt: skip
