@@ -16,7 +16,7 @@ from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
-from .borders import cuts, even, is_small
+from .borders import FreeCuts, cuts, even
 from .bounds import Bounded
 from .evaluate import Found, Pricer
 from .floors import floors
@@ -200,10 +200,11 @@ class _Hunt:
         def fits(stage: int, first: int, end: int) -> bool:
             return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity
 
-        num_stages, free = candidate.stages(), None
-        if not is_small(len(pricer.seconds), num_stages):
-            free = self.tables.free_cuts(pricer.work_key, pricer.seconds, num_stages)
-        tried = list(cuts(pricer.seconds, num_stages, fits, free))
+        def free() -> FreeCuts:
+            return self.tables.free_cuts(pricer.work_key, *work)
+
+        work = pricer.seconds, candidate.stages()
+        tried = list(cuts(*work, fits, free))
         if tried:
             return _Cuts(pricer, tried, floors(pricer, tried))
         self.discarded["no cut fits"] += 1

@@ -31,29 +31,23 @@ def free_cuts(seconds: Array, num_stages: int) -> FreeCuts:
 
 
 def cuts(seconds: Array, num_stages: int, fits: Fits,
-         free: FreeCuts | None = None) -> Iterator[tuple[int, ...]]:  # fmt: skip
+         free: Callable[[], FreeCuts]) -> Iterator[tuple[int, ...]]:  # fmt: skip
     """Borders worth evaluating: all of them if they are few, else the best-balanced that fit.
 
     Where the cut that is best if memory is no concern fits, nothing is better.
     """
     count = len(seconds)
-    if is_small(count, num_stages):
+    if math.comb(count - 1, num_stages - 1) <= MOST_TRIED:
         for inner in itertools.combinations(range(1, count), num_stages - 1):
             yield (0, *inner, count)
         return
-    free = free or free_cuts(seconds, num_stages)
-    found = free.balanced
+    found, other = free()
     if found and not all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(found))):
         found = smallest_bottleneck(seconds, num_stages, fits)
     if found is not None:
         yield found
-        if free.even != found:
-            yield free.even
-
-
-def is_small(count: int, num_stages: int) -> bool:
-    """Whether all cuts are tried."""
-    return math.comb(count - 1, num_stages - 1) <= MOST_TRIED
+        if other != found:
+            yield other
 
 
 def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits) -> tuple[int, ...] | None:
