@@ -57,12 +57,17 @@ def parallelize(
     A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
     a checkpoint folder) or from its own initialisation with `init_seed`.
     """
+    if confirm < 0:
+        raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
+                        fix="0 tries none, confirm=8 the best eight")  # fmt: skip
     rank, size = world.start()
     device = world.device()
     place = world.World(rank, size)
     limits = _limits(constraints)
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
-    given = None if plan is None and size > 1 else _read_plan(plan, size, place)
+    given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
+    if plan is not None and (constraints or confirm):
+        log.warning("a plan is given, so nothing is searched: constraints and confirm are not used")
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         source = lambda: full_values(model, place, device, init_seed, weights)  # noqa: E731
@@ -171,12 +176,12 @@ def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...
     return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
-def _read_plan(plan: GivenPlan, size: int, place: world.World) -> Plan:
+def _read_plan(plan: GivenPlan, size: int, place: world.World, limits: Constraints) -> Plan:
     """A plan that fits the world, on every rank, or an error on every rank."""
     error: Exception | None = None
     chosen = None
     try:
-        chosen = _chosen(plan, size)
+        chosen = _unsplit(limits) if plan is None else _given(plan)
         check(chosen, size)
     except AutoparError as found:
         error = found
@@ -184,11 +189,17 @@ def _read_plan(plan: GivenPlan, size: int, place: world.World) -> Plan:
     return cast(Plan, chosen)
 
 
-def _chosen(plan: GivenPlan, size: int) -> Plan:
-    if plan is None:
-        reason = "no plan was given: equal replicas"
-        return msgspec.structs.replace(Plan.uniform(dp=size), reason=reason)
+def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
     return plan if isinstance(plan, Plan) else load_plan(plan)
+
+
+def _unsplit(limits: Constraints) -> Plan:
+    """What one process does of what was asked for."""
+    if any((n or 1) > 1 for n in (limits.tp, limits.pp, limits.dp)):
+        log.warning("one process cannot share anything out: tp, pp and dp are not honoured")
+    plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
+                        recompute=bool(limits.recompute), precision=limits.precision)  # fmt: skip
+    return msgspec.structs.replace(plan, reason="one process")
 
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -311,6 +314,16 @@ def claim_a_model_on_meta_has_the_same_values_under_every_plan() -> None:
         assert all(torch.equal(v, states[0][k]) for k, v in state.items())
 
 
+def claim_constraints_beside_a_plan_are_said_to_be_unused() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar_torch").addHandler(handler)
+    ap.parallelize(zoo.build("gpt2"), plan=ap.Plan.uniform(**TP2), constraints={"zero": 1})
+    logging.getLogger("autopar_torch").removeHandler(handler)
+    assert any("constraints and confirm are not used" in text for text in said), said
+
+
 def claim_plans_travel_as_json() -> None:
     model = _model("gpt2", TP2)
     model(**zoo.batch("gpt2", 4))
@@ -323,3 +336,31 @@ def claim_plans_travel_as_json() -> None:
 @pytest.mark.parametrize("name", _names())
 def test_claim(name: str, claims: dict[str, Any]) -> None:
     assert claims[name] == ""
+
+
+def test_a_negative_number_of_plans_cannot_be_tried() -> None:
+    with pytest.raises(PlanError, match="-1 plans cannot be tried"):
+        ap.parallelize(zoo.build("gpt2"), confirm=-1)
+
+
+def test_memory_that_was_freed_is_not_mapped_anew() -> None:
+    """Once it has settled; in a process of its own, as it stays so."""
+    code = """
+import resource, torch
+from autopar_torch.run import heap
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def steps(count):
+    before = faults()
+    for _ in range(count):
+        torch.ones(16 << 20)
+    return faults() - before
+unkept = steps(5)
+heap.keep()
+steps(10)
+print(unkept, steps(5))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True, timeout=60)  # fmt: skip
+    unkept, kept = map(int, done.stdout.split())
+    assert kept < unkept / 10  # 64 MiB are 16384 pages

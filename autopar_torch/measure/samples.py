@@ -66,16 +66,29 @@ def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
     return compute * scale.compute, comm * scale.comm
 
 
-def jitter(own: Columns) -> tuple[list[float], list[float]]:
-    """(factors of whole rounds, factors of single runs beside their round, one on average)."""
-    totals = whole(own, lambda s: s.compute_s)
-    if not totals:
-        return [], []
-    rounds = [total / max(median(totals), 1e-9) for total in totals]
-    typical = [median([s.compute_s for s in samples]) for samples in own]
+class Varied(NamedTuple):
+    """How a chain of blocks varied on one rank."""
+
+    rounds: list[float]  # seconds computing in whole ones
+    single: list[float]  # factors of single runs beside their round, one on average
+
+
+def varied(own: Columns) -> Varied:
+    rounds = whole(own, lambda s: s.compute_s)
+    if not rounds:
+        return Varied([], [])
+    usual, typical = median(rounds), [median([s.compute_s for s in samples]) for samples in own]
     least = sum(typical) / len(typical) / 4  # smaller ones are mostly clock
-    single = [samples[k].compute_s / max(m * rounds[k], 1e-9)
+    single = [samples[k].compute_s / max(m * rounds[k] / max(usual, 1e-9), 1e-9)
               for samples, m in zip(own, typical, strict=True) if m > least
-              for k in range(len(totals))]  # fmt: skip
+              for k in range(len(rounds))]  # fmt: skip
     middle = mean(single) if single else 1.0
-    return rounds, [x / middle for x in single]
+    return Varied(rounds, [x / middle for x in single])
+
+
+def paces(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Factors of one chain's rounds around what its ranks usually take: a core that stays behind
+    the others for the whole session is seen too, which its own rounds alone would not tell."""
+    seen = [rounds for rounds in ranks if rounds]
+    usual = mean([median(rounds) for rounds in seen]) if seen else 1.0
+    return [seconds / usual for rounds in seen for seconds in rounds]

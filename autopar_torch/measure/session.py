@@ -17,6 +17,7 @@ from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
 from .links import WARM_UP, Lines, Places
 from .overheads import Extras
+from .samples import paces
 from .stats import NOISE_LIMIT, evened, median, quantiles
 
 LEAST = 3  # rounds: every way to run a backward has its turn
@@ -99,13 +100,16 @@ class Session:
         return median(found) / self.cluster.ranks_per_core if found else 0.0
 
     def _jitter(self) -> Jitter:
-        """Of single runs and whole rounds."""
-        found = [chain.jitter() for chain in self._alone()]
-        rounds = quantiles([x for own, _ in found for x in own])
-        single = quantiles([x for _, own in found for x in own])
-        if self.cluster.ranks_per_core > 1 or not found:
+        """Of whole rounds and single runs, of all ranks together."""
+        alone = self._alone()
+        own = {key: chain.varied() for key, chain in self.chains.items() if chain in alone}
+        everyone = self.places.gather(own)
+        if self.cluster.ranks_per_core > 1 or not any(everyone):
             return Jitter()
-        return Jitter(tuple(self._mean(rounds, True)), tuple(self._mean(single, True)))
+        chains = {key: [own[key] for own in everyone if key in own] for key in self.chains}
+        rounds = [pace for seen in chains.values() for pace in paces([v.rounds for v in seen])]
+        single = [factor for seen in chains.values() for v in seen for factor in v.single]
+        return Jitter(quantiles(rounds), quantiles(single))
 
     def _alone(self) -> list[Blocks]:
         """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first."""

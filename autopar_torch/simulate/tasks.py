@@ -56,7 +56,8 @@ class StepTasks:
         if seconds > 0:
             core = {f"core {self.cluster.core(rank)}": 1.0}
             before = (self.last[rank],) if rank in self.last else ()
-            self.last[rank] = self._add(Task(name, seconds, core, before, (rank,), COMPUTE))
+            own_s = seconds * self.pace[rank]
+            self.last[rank] = self._add(Task(name, own_s, core, before, (rank,), COMPUTE))
 
     def _add(self, task: Task) -> int:
         self.tasks.append(task)
@@ -192,7 +193,7 @@ class StepTasks:
                 works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
                 added = sum(rank_cost.blocks[b - blocks.start].added_s for b in group)
                 more = added if action.op is Op.B and action.micro_batch else 0.0
-                self._compute(rank_cost.rank, name, self._varied(rank_cost.rank, works) + more)
+                self._compute(rank_cost.rank, name, self._varied(works) + more)
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
                         self._tensor_core(stage.devices))  # fmt: skip
             if final and self.costs.plan.zero == 3:
@@ -205,11 +206,11 @@ class StepTasks:
         if action.op in (Op.B, Op.W) and not final and self.costs.plan.zero >= 2:
             self._sum_now(cost.ranks)
 
-    def _varied(self, rank: int, works: Sequence[Work]) -> float:
+    def _varied(self, works: Sequence[Work]) -> float:
         if self.draw is None:
             return sum(w.compute_s for w in works)
         pick, factors = self.draw.choice, self.jitter.block
-        return self.pace[rank] * sum(w.compute_s * pick(factors) for w in works)
+        return sum(w.compute_s * pick(factors) for w in works)
 
     def _gather(self, ranks: Sequence[RankCost], op: Op, group: Sequence[int], first: int) -> None:
         """ZeRO 3: parameters of a block come together before it runs."""
