@@ -26,7 +26,7 @@ class FreeCuts(NamedTuple):
 
 
 def free_cuts(seconds: Array, num_stages: int) -> FreeCuts:
-    balanced = smallest_bottleneck(seconds, num_stages, lambda *_: True)
+    balanced = smallest_bottleneck(seconds, num_stages)
     return FreeCuts(balanced, even(seconds, num_stages))
 
 
@@ -43,23 +43,28 @@ def cuts(seconds: Array, num_stages: int, fits: Fits,
         return
     found, other = free()
     if found and not all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(found))):
-        found = smallest_bottleneck(seconds, num_stages, fits)
+        slowest = max(float(seconds[a:b].sum()) for a, b in itertools.pairwise(found))
+        found = smallest_bottleneck(seconds, num_stages, fits, slowest)
     if found is not None:
         yield found
         if other != found:
             yield other
 
 
-def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits) -> tuple[int, ...] | None:
-    """Stages that all fit, whose slowest is as quick as can be; None if they never fit.
+def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = None,
+                        least: float = 0.0) -> tuple[int, ...] | None:  # fmt: skip
+    """Stages that all fit, whose slowest is as quick as can be; None if they never fit. Where it is
+    known that it takes `least`, the search begins there.
 
     For a given limit, filling every stage from the left as far as it goes is exact: what remains is
     then contained in what any other cut leaves, and time and memory only grow with the blocks. The
-    limit begins where no cut can be below. If filling fails, it fails alike for every limit at
-    which no stage could take one more block, so the next one to try is the least that lets one.
+    limit begins where no cut can be below: some stage has no fewer blocks than the average one. If
+    filling fails, it fails alike for every limit at which no stage could take one more block, so
+    the next one to try is the least that lets one.
     """
-    ends = [0.0, *np.cumsum(seconds).tolist()]
-    limit = max(float(seconds.max()), ends[-1] / num_stages)
+    sums, most = np.concatenate([[0.0], np.cumsum(seconds)]), -(-len(seconds) // num_stages)
+    ends, usual = sums.tolist(), float((sums[most:] - sums[:-most]).min())
+    limit = max(float(seconds.max()), ends[-1] / num_stages, usual, least)
     while limit < math.inf:
         found, limit = fill(ends, num_stages, limit, fits)
         if found is not None:
@@ -68,7 +73,7 @@ def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits) -> tuple[in
 
 
 def fill(ends: Sequence[float], num_stages: int, limit: float,
-         fits: Fits) -> tuple[tuple[int, ...] | None, float]:  # fmt: skip
+         fits: Fits | None) -> tuple[tuple[int, ...] | None, float]:  # fmt: skip
     """Each stage as long as the limit and the memory allow, but leaving a block for each later; and
     the next limit at which this comes out otherwise."""
     count, following = len(ends) - 1, math.inf
@@ -77,7 +82,8 @@ def fill(ends: Sequence[float], num_stages: int, limit: float,
         first = borders[-1]
         most = count - (num_stages - 1 - stage)
         by_time = bisect.bisect_right(ends, ends[first] + limit * ROUNDING) - 1
-        end = _longest(stage, first, min(most, by_time), fits)
+        end = min(most, by_time)
+        end = _longest(stage, first, end, fits) if fits else end
         if end == by_time < most:
             following = min(following, ends[end + 1] - ends[first])
         if end <= first:

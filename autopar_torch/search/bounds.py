@@ -263,7 +263,7 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
     for row in np.flatnonzero(sums[first]):
         i = int(first[row])
         option = int(space.option[i])
-        seconds = summing(tables, space.found[i], tables.params(option).trained)
+        seconds = summing(tables, space.found[i])
         least = space.least(option, seconds)
         found[0, row, : len(least)] = least
         found[1, row, : len(least)] = -space.least(option, -seconds)
@@ -282,16 +282,14 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
     """(K, c_0) of every candidate: see `_pipeline`."""
     p, m, split = space.pp, space.count, space.split
     gpipe = space.schedule == SCHEDULES.index("gpipe")
-    weights, first = np.zeros(len(p)), np.zeros(len(p))
-    for k in range(int(p.max())):
-        i = np.flatnonzero(p > k)
-        ahead = np.where(gpipe[i], 1, np.minimum(m[i], p[i] - k))
-        c = m[i] - np.where(split[i], ahead, ahead - 1) * phi[i] - ~split[i]
-        if k == 0:
-            first = c
-        own = np.maximum(0.0, 1 - iota[i] * weights[i]) / np.maximum(c, 1e-9)
-        weights[i] += own
-    return 1 / weights, first
+    k = np.arange(p.max(initial=1))
+    ahead = np.where(gpipe[:, None], 1, np.minimum(m[:, None], p[:, None] - k))
+    done = np.where(split[:, None], ahead, ahead - 1) * phi[:, None]
+    c = m[:, None] - done - ~split[:, None]
+    own = np.where(k < p[:, None], 1 / np.maximum(c, TINY), 0.0)
+    weights = own.copy()  # times 1 - iota (u_0 + .. + u_(k-1)), a product of such differences
+    weights[:, 1:] *= np.maximum(0.0, 1 - iota[:, None] * own).cumprod(axis=1)[:, :-1]
+    return 1 / weights.sum(axis=1), c[:, 0]
 
 
 def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Array) -> Array:
@@ -320,12 +318,16 @@ def _messages(space: _Space) -> tuple[Array, Array]:
     tables = space.tables
     first, which = space.by(space.option, space.rows, space.pp)
     found = np.zeros((len(first), 2))
-    for row, i in enumerate(first):
-        p, option = int(space.pp[i]), int(space.option[i])
-        tp = tables.options[option].degree
-        sizes = tables.least_sends(option, int(space.rows[i]))
-        for curve, after_stages in tables.hops(tp, p, p):
-            found[row] += [len(after_stages) * at_least(curve, size) for size in sizes]
+    known: dict[tuple[int, tuple[float, ...]], list[float]] = {}
+    rows = zip(space.option[first].tolist(), space.rows[first].tolist(), space.pp[first].tolist(),
+               strict=True)  # fmt: skip
+    for row, (option, num_rows, p) in enumerate(rows):
+        sizes = tables.least_sends(option, num_rows)
+        for curve, after_stages in tables.hops(tables.options[option].degree, p, p):
+            key = (id(curve), sizes)
+            if key not in known:
+                known[key] = [at_least(curve, size) for size in sizes]
+            found[row] += [len(after_stages) * seconds for seconds in known[key]]
     return found[which, 0], found[which, 1]
 
 

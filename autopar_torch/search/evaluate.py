@@ -54,7 +54,7 @@ class Pricer:
         split = c.schedule == "zero_bubble"
         blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, c.recompute))
         work = np.array(blocks[:4])
-        work[[_BACKWARD, _WEIGHT]] += per_micro_batch(tables, c, self.params.trained)
+        work[[_BACKWARD, _WEIGHT]] += per_micro_batch(tables, c)
         if c.schedule == "1f1b" and c.recompute:  # see `Plan.whole`
             work[_INPUT], work[_WEIGHT] = work[_BACKWARD], 0.0
         self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
@@ -68,6 +68,7 @@ class Pricer:
         self.op = "scatter" if c.zero else "sum"
         self.programs = tables.programs[c.option][1]
         self._lags: dict[tuple[object, ...], float] = {}
+        self._weighed: dict[tuple[int, ...], tuple[Parts, int, float]] = {}
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket)  # fmt: skip
         self.closing = after(tables, c)
@@ -111,10 +112,22 @@ class Pricer:
 
     # --- time -----------------------------------------------------------------------------------
 
+    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> tuple[Parts, list[float]]:
+        """Parts of several cuts and what is outside; kept for whoever prices one of them."""
+        borders = np.array(cuts)
+        parts, outside = self.parts(borders), self.outside(borders)
+        self._weighed |= {cut: (parts, i, outside[i]) for i, cut in enumerate(cuts)}
+        return parts, outside
+
+    def _known(self, borders: tuple[int, ...]) -> tuple[Parts, int, float]:
+        if borders not in self._weighed:
+            self.weighed([borders])
+        return self._weighed[borders]
+
     def pipeline(self, borders: tuple[int, ...]) -> Pipeline:
-        parts = self.parts(np.array([borders]))
-        forward, backward, early, late = (tuple(column[0].tolist()) for column in parts.work)
-        send, back = tuple(parts.send[0].tolist()), tuple(parts.back[0].tolist())
+        parts, i, _ = self._known(borders)
+        forward, backward, early, late = map(tuple, parts.work[:, i].tolist())
+        send, back = tuple(parts.send[i].tolist()), tuple(parts.back[i].tolist())
         return Pipeline(forward, backward, early, late, (*send, 0.0), (0.0, *back))
 
     def parts(self, borders: NDArray[np.int64]) -> Parts:
@@ -146,7 +159,7 @@ class Pricer:
         return seconds
 
     def outside_of(self, borders: tuple[int, ...]) -> float:
-        return self.outside(np.array([borders]))[0]
+        return self._known(borders)[2]
 
     def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
         """When the sums of a position are there."""
@@ -175,37 +188,37 @@ class Pricer:
         return max(done, packed)
 
 
-def per_micro_batch(tables: Tables, c: Candidate, trained: Array) -> Array:
-    """Seconds of adding gradients of such sizes to those that are there, and of `summing` them.
+def per_micro_batch(tables: Tables, c: Candidate) -> Array:
+    """Seconds of adding a block's gradients to those that are there, and of `summing` them.
 
     The first micro-batch adds nothing; the last sums of ZeRO 2 go on beside the backward.
     """
-    share = (c.micro_batches - 1) / c.micro_batches
+    share, trained = (c.micro_batches - 1) / c.micro_batches, tables.params(c.option).trained
     adding = share * staying(c) * tables.profile.profile.overheads.add_s_per_byte * trained
-    return adding + summing(tables, c, trained) * (1.0 if c.zero == 3 else share)
+    return adding + summing(tables, c) * (1.0 if c.zero == 3 else share)
 
 
-def summing(tables: Tables, c: Candidate, trained: Array) -> Array:
+def summing(tables: Tables, c: Candidate) -> Array:
     """ZeRO 2 and 3 sum gradients at once, block by block, and keep only their own part."""
+    sizes, which = tables.distinct(c.option, "trained")
     if c.zero < 2 or c.dp == 1:
-        return np.zeros(len(trained))
+        return np.zeros(len(which))
     curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
-    meet_s = tables.profile.profile.overheads.meet_s
-    known = {size: bucket_seconds(curve, size, tables) + meet_s if size else 0.0
-             for size in set(trained.tolist())}  # fmt: skip
-    return np.array([known[size] for size in trained.tolist()])
+    over = tables.profile.profile.overheads
+    fixed_s, byte_s = over.meet_s, over.packing("scatter")
+    seconds = [curve.seconds(n) + n * byte_s + fixed_s if n else 0.0 for n in sizes]
+    return np.array(seconds)[which]
 
 
 def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
     """ZeRO 3 gathers every block before it runs, forward and backward."""
     if c.zero < 3 or c.dp == 1:
         return blocks
-    leaf = tables.params(c.option).leaf
+    leaf, (sizes, which) = tables.params(c.option).leaf, tables.distinct(c.option, "leaf")
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
     over = tables.profile.profile.overheads
-    known = {size: curve.seconds(size) + over.meet_s + size * over.fill_s_per_byte if size else 0.0
-             for size in set(leaf.tolist())}  # fmt: skip
-    seconds = np.array([known[size] for size in leaf.tolist()])
+    known = [curve.seconds(n) + over.meet_s + n * over.fill_s_per_byte if n else 0.0 for n in sizes]
+    seconds = np.array(known)[which]
     return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
                            input=blocks.input + seconds,
                            working=leaf + np.maximum(leaf, blocks.working))  # fmt: skip
@@ -218,10 +231,6 @@ def after(tables: Tables, c: Candidate) -> Callable[[float], float]:
     seconds += tables.num_trained(c.option) / c.pp * over.update_s_per_tensor
     byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
     return lambda trained: seconds + trained * byte_s
-
-
-def bucket_seconds(curve: Curve, size: float, tables: Tables) -> float:
-    return curve.seconds(size) + size * tables.profile.profile.overheads.packing("scatter")
 
 
 def _largest(total: Array, borders: NDArray[np.int64], pp: int) -> list[float]:

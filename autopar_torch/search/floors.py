@@ -12,9 +12,8 @@ from .tables import Array
 
 def floors(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Per cut: no step with these borders is shorter. `bounds` proves the same for all cuts."""
-    borders = np.array(cuts)
-    parts = pricer.parts(borders)
-    return _inside(pricer, parts) + np.array(pricer.outside(borders))
+    parts, outside = pricer.weighed(cuts)
+    return _inside(pricer, parts) + np.array(outside)
 
 
 def _inside(pricer: Pricer, parts: Parts) -> Array:
