@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import itertools
 import os
@@ -53,7 +54,8 @@ class TensorBytes:
     """
 
     moments: list[int] = field(default_factory=list)
-    changes: list[tuple[int, int]] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)  # of every change
+    alive: list[int] = field(default_factory=list)  # bytes from there on
 
     def __enter__(self) -> Self:
         gc.collect()
@@ -71,21 +73,23 @@ class TensorBytes:
         self.prof.__exit__(kind, error, trace)
         if kind is None:
             sure = [(one.begin, one.end, one.size) for one in recorded(self.prof) if one.end]
-            self.changes = sorted([(begin, size) for begin, _, size in sure]
-                                  + [(end, -size) for _, end, size in sure])  # fmt: skip
+            changes = sorted([(begin, size) for begin, _, size in sure]
+                             + [(end, -size) for _, end, size in sure])  # fmt: skip
+            self.times = [when for when, _ in changes]
+            self.alive = list(itertools.accumulate(size for _, size in changes))
+
+    def _place(self, mark: int) -> int:
+        """How many changes came before a moment."""
+        return bisect.bisect_right(self.times, self.moments[mark])
 
     def at(self, mark: int) -> int:
         """Bytes alive at a moment, of what was allocated since the beginning."""
-        return sum(size for when, size in self.changes if when <= self.moments[mark])
+        place = self._place(mark)
+        return self.alive[place - 1] if place else 0
 
     def peak(self, start: int, end: int) -> int:
         """The most that was alive between two moments."""
-        total = peak = self.at(start)
-        for when, size in self.changes:
-            if self.moments[start] < when <= self.moments[end]:
-                total += size
-                peak = max(peak, total)
-        return peak
+        return max([self.at(start), *self.alive[self._place(start) : self._place(end)]])
 
 
 def peak_of(step: Callable[[], object], lasting: Iterable[Tensor], repeats: int = 3) -> int:

@@ -52,12 +52,21 @@ class Session:
         self.extras.forget()
 
     def _count_bytes(self) -> None:
+        """Where nothing is exchanged every rank would count the same, so they share those out."""
+        chains = list(self.chains.values())
+        alone = [chain for chain in chains if not chain.exchanges]
         with TensorBytes() as count:
-            for chain in self.chains.values():
+            for chain in alone[self.places.rank :: self.places.size]:
                 chain.run_counted(count)
-                self._wait()
-        for chain in self.chains.values():
+            for chain in chains:
+                if chain.exchanges:
+                    self._wait()
+                    chain.run_counted(count)
+        for chain in chains:
             chain.read_bytes(count)
+        for seen in self.places.gather([chain.pieces for chain in alone]):
+            for chain, pieces in zip(alone, seen, strict=True):
+                chain.pieces |= pieces
 
     def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need; the rest was sampled enough."""

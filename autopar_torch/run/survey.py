@@ -56,7 +56,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
         return Known(tuple(ways_known), Profile(cluster, ()))
-    cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows)
+    cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
     for _ in range(LEAST):
         session.round()
@@ -64,7 +64,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
     while not (_late(deadline, world) or _known_well(session)):
         plans = _close(traced.graph, known, call.num_rows, limits, next(factors), world)
-        session.focus(*needs_of(plans, traced.graph, cluster, call.num_rows))
+        session.focus(*_asked(plans, traced.graph, cluster, call.num_rows, world))
         for _ in range(FOCUSED_ROUNDS):
             session.round()
         known = Known(tuple(ways_known), session.profile())
@@ -108,11 +108,23 @@ def _late(deadline: float, world: World) -> bool:
     return bool(world.sum(torch.tensor(float(time.perf_counter() > deadline))) > 0)
 
 
+Needs = tuple[list[CellNeed], list[CurveNeed]]
+
+
+def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows: int,
+           world: World) -> Needs:  # fmt: skip
+    """What plans need; every rank asks for its share of them."""
+    own = needs_of(plans[world.rank :: world.size], graph, cluster, num_rows)
+    everyone = world.gather(own)
+    cells = dict.fromkeys(need for cells, _ in everyone for need in cells)
+    return list(cells), list(dict.fromkeys(need for _, curves in everyone for need in curves))
+
+
 def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
-           num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:  # fmt: skip
+           num_rows: int, world: World) -> Needs:  # fmt: skip
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
-    cells, curves = needs_of(plans, traced.graph, cluster, num_rows)
+    cells, curves = _asked(plans, traced.graph, cluster, num_rows, world)
     wanted: dict[tuple[int, bool], set[int]] = {}
     for c in found:
         wanted.setdefault((c.option, c.recompute), set()).add(c.rows(num_rows))
