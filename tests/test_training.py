@@ -338,6 +338,17 @@ def test_claim(name: str, claims: dict[str, Any]) -> None:
     assert claims[name] == ""
 
 
+def test_one_process_does_what_constraints_ask_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"tp": 2, "num_micro_batches": 2, "recompute": True}
+    model, batch = zoo.build("gpt2"), zoo.batch("gpt2", 4)
+    want = zoo.build("gpt2")(**batch).loss
+    parallel = ap.parallelize(model, constraints=asked)
+    assert _near(parallel(**batch), want)
+    assert parallel.plan.num_micro_batches == 2
+    assert parallel.plan.replicas[0].stages[0].recompute
+    assert "tp, pp and dp are not honoured" in caplog.text
+
+
 def test_a_negative_number_of_plans_cannot_be_tried() -> None:
     with pytest.raises(PlanError, match="-1 plans cannot be tried"):
         ap.parallelize(zoo.build("gpt2"), confirm=-1)
