@@ -30,6 +30,7 @@ from .trace.call import Call, take_apart
 from .trace.capture import LossFn, describe_params
 
 log = logging.getLogger("autopar_torch")
+FIELDS = Constraints.__struct_fields__
 GivenPlan = Plan | str | os.PathLike[str] | None
 Source = Callable[[], Callable[[str], Tensor | None]]
 
@@ -66,8 +67,8 @@ def parallelize(
     limits = _limits(constraints)
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
-    if plan is not None and (constraints or confirm):
-        log.warning("a plan is given, so nothing is searched: constraints and confirm are not used")
+    if given is not None and rank == 0:
+        _tell_unused(limits, confirm, alone=plan is None)
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         source = lambda: full_values(model, place, device, init_seed, weights)  # noqa: E731
@@ -195,11 +196,22 @@ def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 def _unsplit(limits: Constraints) -> Plan:
     """What one process does of what was asked for."""
-    if any((n or 1) > 1 for n in (limits.tp, limits.pp, limits.dp)):
-        log.warning("one process cannot share anything out: tp, pp and dp are not honoured")
     plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
                         recompute=bool(limits.recompute), precision=limits.precision)  # fmt: skip
     return msgspec.structs.replace(plan, reason="one process")
+
+
+def _tell_unused(limits: Constraints, confirm: int, *, alone: bool) -> None:
+    """Say what was asked of a search that does not take place."""
+    usual, done = Constraints(), Constraints()
+    if alone:  # see `_unsplit`
+        done = msgspec.structs.replace(limits, tp=1, pp=1, dp=1, zero=0, memory_bytes=None,
+                                       rings="never")  # fmt: skip
+    names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
+    names += ["confirm"] if confirm else []
+    if names:
+        why = "there is one process" if alone else "a plan is given"
+        log.warning("not honoured, as %s: %s", why, ", ".join(names))
 
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]

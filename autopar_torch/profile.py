@@ -149,12 +149,12 @@ class Overheads(Struct, frozen=True):
 
 
 class Jitter(Struct, frozen=True):
-    """How computing time varies on this machine: factors around the median, as quantiles.
+    """How computing time varies on this machine, as quantiles of factors around what is usual.
 
     Whoever waits for several ranks waits for the slowest, so a step takes longer than medians say.
     """
 
-    rank: tuple[float, ...] = (1.0,)  # of one rank in one step
+    rank: tuple[float, ...] = (1.0,)  # of one rank in one step, beside what all ranks usually take
     block: tuple[float, ...] = (1.0,)  # of one block beside the rest of its step
 
     @property

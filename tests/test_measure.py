@@ -16,7 +16,7 @@ import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
 from autopar_torch.measure.links import Line
-from autopar_torch.measure.samples import Sample, paces, varied
+from autopar_torch.measure.samples import Sample, paces, variation
 from autopar_torch.measure.session import LEAST
 from autopar_torch.measure.stats import evened
 from autopar_torch.plan import fit
@@ -237,7 +237,7 @@ def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:
 def test_a_rank_that_stays_behind_varies_the_pace_of_both() -> None:
     """Beside its own rounds it would look steady."""
     quick, slow = [Sample(1.0, 0.0)] * 4, [Sample(1.2, 0.0)] * 4
-    ranks = [varied([samples]).rounds for samples in (quick, slow)]
+    ranks = [variation([samples]).rounds for samples in (quick, slow)]
     assert sorted(paces(ranks)) == pytest.approx([1 / 1.1] * 4 + [1.2 / 1.1] * 4)
 
 

@@ -119,7 +119,11 @@ def test_smallest_bottleneck_is_that_of_all_cuts(
 
     fitting = [cut for cut in every_cut(len(seconds), stages)
                if all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(cut)))]  # fmt: skip
-    found = smallest_bottleneck(np.array(seconds), stages, fits)
+    free = smallest_bottleneck(np.array(seconds), stages)
+    assert free
+    assert slowest(free) == pytest.approx(min(map(slowest, every_cut(len(seconds), stages))))
+    found = smallest_bottleneck(np.array(seconds), stages, fits, slowest(free))
+    assert found == smallest_bottleneck(np.array(seconds), stages, fits)
     assert (found is None) == (not fitting)
     if found:
         assert found in fitting

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import zoo
 from autopar_torch.errors import PlanError, ShardingError
 from autopar_torch.plan import Replica, Stage
 from autopar_torch.run import world
+from autopar_torch.search.space import Constraints
 from ranks import run_ranks
 
 TP2 = {"tp": 2}
@@ -315,13 +319,25 @@ def claim_a_model_on_meta_has_the_same_values_under_every_plan() -> None:
 
 
 def claim_constraints_beside_a_plan_are_said_to_be_unused() -> None:
+    given = ap.Plan.uniform(**TP2)
+    with _warnings() as said:
+        ap.parallelize(zoo.build("gpt2"), plan=given, constraints=Constraints())
+        assert not said
+        ap.parallelize(zoo.build("gpt2"), plan=given, constraints={"zero": 1}, confirm=2)
+    assert said == ["not honoured, as a plan is given: zero, confirm"] * (dist.get_rank() == 0)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the library says inside."""
     said: list[str] = []
-    handler = logging.Handler()
+    handler, log = logging.Handler(logging.WARNING), logging.getLogger("autopar_torch")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("autopar_torch").addHandler(handler)
-    ap.parallelize(zoo.build("gpt2"), plan=ap.Plan.uniform(**TP2), constraints={"zero": 1})
-    logging.getLogger("autopar_torch").removeHandler(handler)
-    assert any("constraints and confirm are not used" in text for text in said), said
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 def claim_plans_travel_as_json() -> None:
@@ -338,15 +354,32 @@ def test_claim(name: str, claims: dict[str, Any]) -> None:
     assert claims[name] == ""
 
 
+ASKED = {"tp": 2, "num_micro_batches": 2, "recompute": True, "precision": "bfloat16"}
+
+
 def test_one_process_does_what_constraints_ask_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    asked = {"tp": 2, "num_micro_batches": 2, "recompute": True}
-    model, batch = zoo.build("gpt2"), zoo.batch("gpt2", 4)
-    want = zoo.build("gpt2")(**batch).loss
-    parallel = ap.parallelize(model, constraints=asked)
-    assert _near(parallel(**batch), want)
+    parallel = ap.parallelize(zoo.build("gpt2"), constraints=ASKED, confirm=8)
+    batch = zoo.batch("gpt2", 4)
+    assert _near(parallel(**batch), zoo.build("gpt2")(**batch).loss, 0.02)
     assert parallel.plan.num_micro_batches == 2
     assert parallel.plan.replicas[0].stages[0].recompute
-    assert "tp, pp and dp are not honoured" in caplog.text
+    assert {held.leaf.dtype for held in parallel.store.held.values()} >= {torch.bfloat16}
+    assert "not honoured, as there is one process: tp, confirm" in caplog.text
+
+
+def test_the_plan_of_an_untraceable_model_says_what_is_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum() if x.sum() > 1e9 else super().forward(x).mean()
+
+    parallel = ap.parallelize(Branches(4, 4), constraints=ASKED)
+    parallel(torch.ones(4, 4)).backward()
+    assert parallel.fallback_reason
+    assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "float32"
+    assert not parallel.plan.replicas[0].stages[0].recompute
+    assert "cannot be traced: num_micro_batches, recompute, precision" in caplog.text
 
 
 def test_a_negative_number_of_plans_cannot_be_tried() -> None:
@@ -354,6 +387,7 @@ def test_a_negative_number_of_plans_cannot_be_tried() -> None:
         ap.parallelize(zoo.build("gpt2"), confirm=-1)
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_memory_that_was_freed_is_not_mapped_anew() -> None:
     """Once it has settled; in a process of its own, as it stays so."""
     code = """
@@ -374,4 +408,4 @@ print(unkept, steps(5))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           check=True, timeout=60)  # fmt: skip
     unkept, kept = map(int, done.stdout.split())
-    assert kept < unkept / 10  # 64 MiB are 16384 pages
+    assert kept < unkept / 2

@@ -23,7 +23,7 @@ from ..shard.lower import lower
 from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
-from .samples import Sample, Scales, Varied, scales, seconds, varied, whole
+from .samples import Sample, Scales, Variation, scales, seconds, variation, whole
 from .stats import median, uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
@@ -198,8 +198,8 @@ class Blocks:
     def rounds(self) -> list[float]:
         return whole(self._columns, lambda s: s.wall_s)
 
-    def varied(self) -> Varied:
-        return varied(self._columns)
+    def variation(self) -> Variation:
+        return variation(self._columns)
 
     def _samples(self, need: CellNeed, phase: str) -> list[Sample]:
         """Of all its copies."""

@@ -66,24 +66,24 @@ def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
     return compute * scale.compute, comm * scale.comm
 
 
-class Varied(NamedTuple):
+class Variation(NamedTuple):
     """How a chain of blocks varied on one rank."""
 
     rounds: list[float]  # seconds computing in whole ones
     single: list[float]  # factors of single runs beside their round, one on average
 
 
-def varied(own: Columns) -> Varied:
+def variation(own: Columns) -> Variation:
     rounds = whole(own, lambda s: s.compute_s)
     if not rounds:
-        return Varied([], [])
+        return Variation([], [])
     usual, typical = median(rounds), [median([s.compute_s for s in samples]) for samples in own]
     least = sum(typical) / len(typical) / 4  # smaller ones are mostly clock
     single = [samples[k].compute_s / max(m * rounds[k] / max(usual, 1e-9), 1e-9)
               for samples, m in zip(own, typical, strict=True) if m > least
               for k in range(len(rounds))]  # fmt: skip
     middle = mean(single) if single else 1.0
-    return Varied(rounds, [x / middle for x in single])
+    return Variation(rounds, [x / middle for x in single])
 
 
 def paces(ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -91,4 +91,4 @@ def paces(ranks: Sequence[Sequence[float]]) -> list[float]:
     the others for the whole session is seen too, which its own rounds alone would not tell."""
     seen = [rounds for rounds in ranks if rounds]
     usual = mean([median(rounds) for rounds in seen]) if seen else 1.0
-    return [seconds / usual for rounds in seen for seconds in rounds]
+    return [seconds / max(usual, 1e-9) for rounds in seen for seconds in rounds]

@@ -52,21 +52,12 @@ class Session:
         self.extras.forget()
 
     def _count_bytes(self) -> None:
-        """Where nothing is exchanged every rank would count the same, so they share those out."""
-        chains = list(self.chains.values())
-        alone = [chain for chain in chains if not chain.exchanges]
         with TensorBytes() as count:
-            for chain in alone[self.places.rank :: self.places.size]:
+            for chain in self.chains.values():
                 chain.run_counted(count)
-            for chain in chains:
-                if chain.exchanges:
-                    self._wait()
-                    chain.run_counted(count)
-        for chain in chains:
+                self._wait()
+        for chain in self.chains.values():
             chain.read_bytes(count)
-        for seen in self.places.gather([chain.pieces for chain in alone]):
-            for chain, pieces in zip(alone, seen, strict=True):
-                chain.pieces |= pieces
 
     def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need; the rest was sampled enough."""
@@ -111,13 +102,13 @@ class Session:
     def _jitter(self) -> Jitter:
         """Of whole rounds and single runs, of all ranks together."""
         alone = self._alone()
-        own = {key: chain.varied() for key, chain in self.chains.items() if chain in alone}
+        own = {key: chain.variation() for key, chain in self.chains.items() if chain in alone}
         everyone = self.places.gather(own)
         if self.cluster.ranks_per_core > 1 or not any(everyone):
             return Jitter()
-        chains = {key: [own[key] for own in everyone if key in own] for key in self.chains}
-        rounds = [pace for seen in chains.values() for pace in paces([v.rounds for v in seen])]
-        single = [factor for seen in chains.values() for v in seen for factor in v.single]
+        chains = [[seen[key] for seen in everyone if key in seen] for key in self.chains]
+        rounds = [pace for chain in chains for pace in paces([seen.rounds for seen in chain])]
+        single = [factor for chain in chains for seen in chain for factor in seen.single]
         return Jitter(quantiles(rounds), quantiles(single))
 
     def _alone(self) -> list[Blocks]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
@@ -27,9 +28,7 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         "the model cannot be traced, so it trains with data parallelism on the untouched module; "
         "the loss is averaged by rows. Reason: %s", reason,
     )  # fmt: skip
-    if plan.zero:
-        log.warning("zero=%d is not honoured for a model that cannot be traced", plan.zero)
-    parallel._plan = plan
+    plan = parallel._plan = _plain(plan)
     parallel.replica = next(r for r, replica in enumerate(plan.replicas)
                             if parallel.world.rank in replica.stages[0].devices)  # fmt: skip
     parallel.fallback_reason = reason
@@ -41,6 +40,26 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         if parallel.world.size > 1:
             dist.broadcast(tensor.data, 0)
     parallel.fallback = _Step(parallel, loss_fn)
+
+
+def _plain(plan: Plan) -> Plan:
+    """What is done of a plan: replicas, each on its share of the rows. The rest is said."""
+    alike = len({replica.num_micro_batches for replica in plan.replicas}) == 1
+    dropped = {
+        "zero": plan.zero > 0,
+        "num_micro_batches": alike and plan.replicas[0].num_micro_batches > 1,
+        "recompute": any(s.recompute for replica in plan.replicas for s in replica.stages),
+        "precision": plan.precision != "float32",
+    }
+    if any(dropped.values()):
+        log.warning("not honoured, as the model cannot be traced: %s",
+                    ", ".join(name for name, asked in dropped.items() if asked))  # fmt: skip
+    replicas = tuple(
+        replace(replica, num_micro_batches=1 if alike else replica.num_micro_batches,
+                stages=tuple(replace(stage, recompute=False) for stage in replica.stages))
+        for replica in plan.replicas
+    )  # fmt: skip
+    return replace(plan, replicas=replicas, zero=0, precision="float32")
 
 
 class _Step(nn.Module):
