@@ -156,7 +156,8 @@ def measure(
     seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
 ) -> survey.Known:
-    """What planning for this model needs to know of the machines torchrun started."""
+    """What planning for this model needs to know of the machines torchrun started. With more
+    `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
     rank, size = world.start()
     place, limits = world.World(rank, size), _limits(constraints)
     call, tensors = take_apart(*_as_call(example_inputs))

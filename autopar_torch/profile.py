@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from . import files
 from .cluster import Cluster
@@ -18,14 +18,17 @@ from .errors import ProfileError
 from .plan import Sharding
 
 Number = TypeVar("Number", int, float)
+SOURCES = ("datasheet", "derived", "measured")  # of times; the surest last
 AGAIN = "/again"  # cells whose backward computes forward again
+EXCHANGE_CORE = 0.5  # of a core, where it was not measured
 QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
 
 
 class Piece(Struct, frozen=True):
     """One block of a kind under one sharding, with so many rows, on one rank.
 
-    Seconds are a device's own: alone on its core. `comm` counts what tensor groups exchange inside.
+    Seconds are a device's own: alone on its core. `comm` counts what tensor groups exchange inside,
+    waiting for each other included, in one group alone on its cores.
     """
 
     rows: int
@@ -42,6 +45,18 @@ class Piece(Struct, frozen=True):
     added_s: float = 0.0  # how much longer backward takes where gradients are there already
     stash_bytes: float = 0.0  # what the input part of a split backward leaves for the weight part
 
+    @property
+    def again(self) -> Piece:
+        """The same with forward computed again in backward, and only the results kept."""
+        return replace(
+            self,
+            backward_s=self.backward_s + self.forward_s,
+            input_s=self.input_s + self.forward_s,
+            comm_backward_s=self.comm_backward_s + self.comm_forward_s,
+            kept_bytes=self.out_bytes,
+            backward_bytes=self.backward_bytes + self.kept_bytes - self.out_bytes,
+        )
+
 
 class Cell(Struct, frozen=True):
     """A kind under a sharding, at several numbers of rows."""
@@ -49,7 +64,7 @@ class Cell(Struct, frozen=True):
     kind: str
     sharding: str  # `sharding_key`
     pieces: tuple[Piece, ...]
-    source: str = "measured"
+    source: str = "measured"  # in all pieces, else another of SOURCES
 
     def at(self, rows: int) -> Piece:
         """The piece for so many rows: measured, else on the line through its neighbours."""
@@ -65,12 +80,14 @@ class Cell(Struct, frozen=True):
 
 def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     """One cell per program, in the order of their names, its numbers of rows in order."""
-    pieces: dict[tuple[str, str, str], dict[int, Piece]] = {}
+    pieces: dict[tuple[str, str], dict[int, Piece]] = {}
+    sources: dict[tuple[str, str], str] = {}
     for cell in cells:
-        own = pieces.setdefault((cell.kind, cell.sharding, cell.source), {})
-        own.update({piece.rows: piece for piece in cell.pieces})
-    return tuple(Cell(kind, key, tuple(own[n] for n in sorted(own)), source)
-                 for (kind, key, source), own in sorted(pieces.items()))  # fmt: skip
+        key = (cell.kind, cell.sharding)
+        pieces.setdefault(key, {}).update({piece.rows: piece for piece in cell.pieces})
+        sources[key] = min(cell.source, sources.get(key, cell.source), key=SOURCES.index)
+    return tuple(Cell(*key, tuple(own[n] for n in sorted(own)), sources[key])
+                 for key, own in sorted(pieces.items()))  # fmt: skip
 
 
 def few(values: Sequence[Number], most: int) -> list[Number]:
@@ -228,6 +245,11 @@ class Lookup:
             raise ProfileError(f"{op} among {tuple(ranks)} ({group}) was not measured",
                                where="Profile.curves", fix=f"measured are: {known}")  # fmt: skip
         return self.curves[op, group]
+
+    def exchange_core(self, ranks: Sequence[int]) -> float:
+        """How busy exchanging inside a tensor group keeps the core of each of its ranks."""
+        curve = self.curves.get(("sum", self.profile.cluster.place(ranks)))
+        return curve.core if curve else EXCHANGE_CORE
 
 
 def sharding_key(sharding: Sharding | None) -> str:

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from msgspec.structs import replace
 
 import autopar_torch as ap
 from autopar_torch import schedule as schedules
 from autopar_torch.errors import ScheduleError
+from autopar_torch.profile import Jitter
 from autopar_torch.report.perfetto import export
 from autopar_torch.run.offline import profile_for
 from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
-from autopar_torch.simulate import formula
+from autopar_torch.simulate import formula, simulate
 from autopar_torch.simulate.costs import Costs
+from autopar_torch.simulate.draws import drawn
 from autopar_torch.simulate.fluid import Capacity, Task, run
 from autopar_torch.simulate.network import lookup
 from autopar_torch.simulate.walk import walk
@@ -190,6 +193,31 @@ def test_zero_2_adds_to_its_own_part_of_gradients_and_to_all_of_a_tied_one(
     rank = Costs(whole, traced.graph, lookup(profile)).stage(0, 0, 2).ranks[0]
     tied_bytes = 4 * model.tok.weight.numel()
     assert rank.added_bytes == part * (rank.grad_bytes - tied_bytes) + tied_bytes
+
+
+def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() -> None:
+    paces = (0.5, 0.8, 1.0, 1.2, 1.5)
+    draws = drawn(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=paces), 5)
+    assert all(d.pace[0] == d.pace[1] and d.pace[2] == d.pace[3] for d in draws)
+    assert [tuple(sorted(d.pace[rank] for d in draws)) for rank in (0, 2)] == [paces, paces]
+    assert any(d.pace[0] != d.pace[2] for d in draws)
+
+
+@pytest.mark.parametrize("jitter", [Jitter(rank=(0.6, 0.8, 1.0, 1.2, 1.4)),
+                                    Jitter(block=(0.1, 0.1, 0.1, 3.7))])  # fmt: skip
+@pytest.mark.parametrize(("degrees", "waits"), [({"tp": 2}, False), ({"dp": 2}, True)])
+def test_what_varies_makes_those_wait_whose_waiting_was_not_measured(
+    degrees: dict[str, int], waits: bool, jitter: Jitter
+) -> None:
+    """Inside a tensor group it was, with what its ranks exchange."""
+    model = NanoGPT(64, 32, 2, 4, 16)
+    call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(**degrees)  # type: ignore[arg-type]
+    whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x2xA100-80")
+    shaky = replace(profile, jitter=jitter)
+    usual, varied = (simulate(whole, traced.graph, p, 16, draws=15).step_s
+                     for p in (profile, shaky))  # fmt: skip
+    assert (varied > 1.02 * usual) == waits
 
 
 def test_an_empty_parameter_is_cut_into_rows_of_nothing() -> None:

@@ -116,6 +116,7 @@ class Blocks:
         self.pieces: dict[CellNeed, dict[str, float]] = {}
         self.shares_core = shares_core
         self.turns = itertools.cycle(ALIKE if shares_core else TURNS)
+        self.num_rounds = 0
         self.cores: list[float] = []  # seconds on this thread's core, per round
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
@@ -130,6 +131,7 @@ class Blocks:
     def round(self) -> None:
         """All forwards, then all backwards from the last: of the gradients of weights those that
         are asked for late are mostly added to others, as at the end of a pipeline."""
+        self.num_rounds += 1
         how = next(self.turns)
         core = time.thread_time()
         for runner in self.runners:
@@ -169,14 +171,17 @@ class Blocks:
                 self.pieces[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
+        self.num_rounds = 0
         self.cores.clear()
         self.switched.clear()
         for runner in self.runners:
             runner.samples.clear()
 
-    def result(self, ranks_per_core: int, factor: float) -> dict[CellNeed, Piece]:
-        """`factor`: of what was seen here, where the noise of all chains is to be the same."""
-        scale = Scales(*(factor * x for x in scales(self._columns, self.cores, ranks_per_core)))
+    def result(self, ranks_per_core: int, factor: float, crowd: float) -> dict[CellNeed, Piece]:
+        """`factor`: of what was seen here, where the noise of all chains is to be the same;
+        `crowd`: how much longer exchanging took here than in a group alone."""
+        seen = scales(self._columns, self.cores, ranks_per_core)
+        scale = Scales(factor * seen.compute, factor * seen.comm / crowd)
         found = {}
         for need in {r.need for r in self.runners}:
             forward, backward, added, early, late = (

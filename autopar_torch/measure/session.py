@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +13,18 @@ from msgspec.structs import replace
 
 from ..cluster import Cluster
 from ..errors import ProfileError
-from ..profile import Cell, CellNeed, CurveNeed, Jitter, Overheads, Piece, Profile, around, merged
+from ..profile import (
+    Cell,
+    CellNeed,
+    CurveNeed,
+    Jitter,
+    Lookup,
+    Overheads,
+    Piece,
+    Profile,
+    around,
+    merged,
+)
 from ..trace import Traced
 from .blocks import Axes, Blocks, Context
 from .bytes import TensorBytes
@@ -24,44 +37,67 @@ LEAST = 3  # rounds: every way to run a backward has its turn
 
 
 class Session:
-    """What to measure, ready to be measured as often as is wanted. All ranks act together."""
+    """What to measure, ready to be measured as often as is wanted. All ranks act together.
+
+    At a `look`, what computes forward again is derived from what keeps it, until it is asked for.
+    """
 
     def __init__(self, traced: Traced, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
-                 batch: Callable[[], object], device: torch.device) -> None:  # fmt: skip
+                 batch: Callable[[], object], device: torch.device,
+                 look: bool = False) -> None:  # fmt: skip
         self.cluster, self.places = cluster, places
-        self.chains = {
-            chain: Blocks(own, traced, axes(chain.mesh), context(chain.rows), device,
-                          cluster.ranks_per_core > 1)
-            for chain, own in _chains(cells, traced).items()
-        }  # fmt: skip
-        self.wanted = list(self.chains.values())
+        self.traced, self.axes, self.context, self.device = traced, axes, context, device
+        self.asked = _chains(cells, traced)
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
         self.extras = Extras(device, places, cluster.ranks_per_core, _trained_sizes(traced), batch,
                              lambda: context(rows))  # fmt: skip
-        self._count_bytes()
-        for _ in range(WARM_UP - 1):  # blocks ran while they were counted
+        self.chains: dict[Chain, Blocks] = {}
+        self.rounds = 0
+        self._take_up(chain for chain in self.asked if not (look and self._derivable(chain)))
+        self.wanted = list(self.chains.values())
+        for _ in range(WARM_UP):
             self.lines.round()
-        self.rounds = -1  # one that does not count
-        self.round()
-        for chain in self.chains.values():
-            chain.forget()
+        self.extras.round()
         self.lines.forget()
         self.extras.forget()
 
-    def _count_bytes(self) -> None:
+    def _derivable(self, chain: Chain) -> bool:
+        """Whether the same blocks are measured with forward kept."""
+        kept = set(self.asked.get(chain._replace(again=False), ()))
+        return chain.again and all(_kept(need) in kept for need in self.asked[chain])
+
+    def derives(self, cells: Iterable[CellNeed]) -> bool:
+        """Whether some of these were not measured yet."""
+        return any(chain not in self.chains for chain in _focused(self.asked, cells))
+
+    def _take_up(self, chains: Iterable[Chain]) -> None:
+        """Chains that are measured from now on; their first round does not count."""
+        made = {
+            chain: Blocks(self.asked[chain], self.traced, self.axes(chain.mesh),
+                          self.context(chain.rows), self.device, self.cluster.ranks_per_core > 1)
+            for chain in chains if chain not in self.chains
+        }  # fmt: skip
+        if not made:
+            return
         with TensorBytes() as count:
-            for chain in self.chains.values():
-                chain.run_counted(count)
+            for blocks in made.values():
+                blocks.run_counted(count)
                 self._wait()
-        for chain in self.chains.values():
-            chain.read_bytes(count)
+        for blocks in made.values():
+            blocks.read_bytes(count)
+            self._wait()
+            blocks.round()
+            blocks.forget()
+        self.chains |= made
 
     def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need; the rest was sampled enough."""
-        self.wanted = [self.chains[chain] for chain in _focused(self.chains, cells)]
+        chains = _focused(self.asked, cells)
+        self._take_up(chains)
+        self.wanted = [self.chains[chain] for chain in chains]
         self.lines.focus(curves)
 
     def round(self) -> None:
@@ -80,19 +116,27 @@ class Session:
 
     def profile(self) -> Profile:
         """All that was seen so far, the same on every rank."""
-        if self.rounds < LEAST:
-            raise ProfileError(f"{self.rounds} of at least {LEAST} rounds were measured",
+        fewest = min([self.rounds, *(chain.num_rounds for chain in self.chains.values())])
+        if fewest < LEAST:
+            raise ProfileError(f"{fewest} of at least {LEAST} rounds were measured",
                                where="Session.round", fix="call round() more often")  # fmt: skip
         found: dict[CellNeed, Piece] = {}
+        curves = self.lines.result()
+        known = Lookup(Profile(self.cluster, (), curves))
         factors = evened([chain.rounds for chain in self.chains.values()])
-        for chain, factor in zip(self.chains.values(), factors, strict=True):
-            found |= chain.result(self.cluster.ranks_per_core, factor)
-        cells = [Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
-                 for need in self.needs]  # fmt: skip
+        for (key, chain), factor in zip(self.chains.items(), factors, strict=True):
+            found |= chain.result(self.cluster.ranks_per_core, factor, crowd(key.mesh, known))
+        cells = [self._cell(need, found) for need in self.needs]
         own = replace(self.extras.result(), action_s=self._switch_s())
         overheads = Overheads(*self._mean(_values(own), True))
-        return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
+        return Profile(self.cluster, merged(cells), curves, overheads,
                        self._jitter(), self.noise())  # fmt: skip
+
+    def _cell(self, need: CellNeed, found: dict[CellNeed, Piece]) -> Cell:
+        if _chain(need) in self.chains:
+            return Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
+        kept = self._joined_piece(found.get(_kept(need)), need.rows)
+        return Cell(need.kind, need.key, (kept.again,), "derived")
 
     def _switch_s(self) -> float:
         """Of a rank alone on its core."""
@@ -137,6 +181,15 @@ class Session:
         return {name: error for name, error in found.items() if error > NOISE_LIMIT}
 
 
+def crowd(mesh: tuple[int, ...], profile: Lookup) -> float:
+    """How much longer exchanging takes where all tensor groups on the same cores exchange too, as
+    in a round of a chain, than in one of them alone."""
+    cluster, ranks = profile.profile.cluster, range(math.prod(mesh))
+    own = max(Counter(cluster.core(rank) for rank in ranks).values())
+    busy = min(1.0, own * profile.exchange_core(ranks))  # as the engine has it
+    return max(1.0, cluster.ranks_per_core / own * busy)
+
+
 def _trained_sizes(traced: Traced) -> list[int]:
     infos = traced.graph.params.values()
     return [info.num_elements for info in infos if info.trainable and not info.buffer]
@@ -156,6 +209,11 @@ class Chain(NamedTuple):
 
 def _chain(need: CellNeed) -> Chain:
     return Chain(need.sharding.mesh if need.sharding else (), need.again, need.rows)
+
+
+def _kept(need: CellNeed) -> CellNeed:
+    """The same block with its forward kept."""
+    return replace(need, again=False)
 
 
 def _chains(cells: Sequence[CellNeed], traced: Traced) -> dict[Chain, list[CellNeed]]:

@@ -143,8 +143,7 @@ def cache_path(fingerprint: str) -> Path:
 def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
     """Equal where a profile may be used again: model, machines, versions, batch, and what of it all
     was looked at: only what some plan within the limits needs is measured."""
-    looked_at = msgspec.structs.replace(limits, memory_bytes=None)
-    parts = [files.encode(traced.graph), files.encode(cluster), files.encode(looked_at),
+    parts = [files.encode(traced.graph), files.encode(cluster), files.encode(limits),
              f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
     return _hashed(*parts)
 
@@ -161,7 +160,7 @@ def _sources() -> str:
 
 
 ROOMS = (".", "search", "simulate", "shard", "run")
-FORMAT = 11  # of what a profile means: changes with the measuring code
+FORMAT = 12  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path, kind: type[Noun]) -> Noun | None:

@@ -31,16 +31,16 @@ def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Seq
 
 def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
                traced: Traced, call: Call, tensors: Sequence[Tensor],
-               buffers: Mapping[str, Tensor], world: World,
-               device: torch.device) -> Session:  # fmt: skip
-    """The same for given needs."""
+               buffers: Mapping[str, Tensor], world: World, device: torch.device,
+               look: bool = False) -> Session:  # fmt: skip
+    """The same for given needs; at a `look`, part of it is derived until plans are close."""
     meshes = {need.sharding.mesh for need in cells if need.sharding}
     world.make_mesh_groups(sorted(meshes))
     names = [n for block in traced.graph.blocks for n in block.context.values()]
     prologue = Prologue(traced, names, dict(buffers), device)
     return Session(traced, cells, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors),
-                   lambda: prologue.for_batch(call, tensors), device)  # fmt: skip
+                   lambda: prologue.for_batch(call, tensors), device, look)  # fmt: skip
 
 
 def cluster_of(world: World) -> Cluster:

@@ -63,8 +63,7 @@ def _cell(need: CellNeed, traced: Traced, device: Device,
           prices: dict[tuple[int, ...], Prices]) -> Cell:  # fmt: skip
     own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
     piece = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
-    piece = ways.again_of(piece) if need.again else piece
-    return Cell(need.kind, need.key, (piece,), "datasheet")
+    return Cell(need.kind, need.key, (piece.again if need.again else piece,), "datasheet")
 
 
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:

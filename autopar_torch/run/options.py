@@ -11,7 +11,7 @@ import msgspec
 from ..cluster import Cluster, Link
 from ..errors import SearchError
 from ..plan import Plan, Stage
-from ..profile import Cell, CellNeed, Lookup, Piece, cell_key
+from ..profile import Cell, CellNeed, Lookup, cell_key
 from ..search.space import Candidate, Constraints, Option, as_plan, divisors
 from ..shard.estimate import estimate
 from ..shard.layout import Square, parse_forms, side
@@ -142,20 +142,8 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
                 continue
             pieces = tuple(estimate(traced.programs[block.kind], sharding,
                                     prices[found.mesh]._replace(rows=n)) for n in rows)  # fmt: skip
-            again = tuple(again_of(piece) for piece in pieces)
+            again = tuple(piece.again for piece in pieces)
             for own, recompute in ((pieces, False), (again, True)):
                 key = cell_key(sharding, recompute)
                 cells[block.kind, key] = Cell(block.kind, key, own, "datasheet")
     return list(cells.values())
-
-
-def again_of(piece: Piece) -> Piece:
-    """The same with forward computed again in backward, and only the results kept."""
-    return msgspec.structs.replace(
-        piece,
-        backward_s=piece.backward_s + piece.forward_s,
-        input_s=piece.input_s + piece.forward_s,
-        comm_backward_s=piece.comm_backward_s + piece.comm_forward_s,
-        kept_bytes=piece.out_bytes,
-        backward_bytes=piece.backward_bytes + piece.kept_bytes,
-    )

@@ -1,4 +1,4 @@
-"""Measure what the plans of a model need: everything for a look, what may be the fastest well."""
+"""Measure what the plans of a model need: a look at everything, then what may be the fastest."""
 
 from __future__ import annotations
 
@@ -57,14 +57,20 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     if not found:
         return Known(tuple(ways_known), Profile(cluster, ()))
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
-    session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device)
+    session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
+                         look=seconds <= QUICK_S)  # fmt: skip
     for _ in range(LEAST):
         session.round()
     known = Known(tuple(ways_known), session.profile())
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
-    while not (_late(deadline, world) or _known_well(session)):
-        plans = _close(traced.graph, known, call.num_rows, limits, next(factors), world)
-        session.focus(*_asked(plans, traced.graph, cluster, call.num_rows, world))
+    while True:
+        enough = _late(deadline, world) or _known_well(session)
+        factor = 1.0 if enough else next(factors)
+        plans = _close(traced.graph, known, call.num_rows, limits, factor, world)
+        cells, curves = _asked(plans, traced.graph, cluster, call.num_rows, world)
+        if enough and not session.derives(cells):  # what is best was measured
+            break
+        session.focus(cells, curves)
         for _ in range(FOCUSED_ROUNDS):
             session.round()
         known = Known(tuple(ways_known), session.profile())

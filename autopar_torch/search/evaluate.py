@@ -89,7 +89,8 @@ class Pricer:
         return max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
 
     def _most_on_a_core(self, pipe: Pipeline) -> float:
-        """Ranks on one core compute one after another, whatever the schedule says."""
+        """Ranks on one core compute one after another, whatever the schedule says; exchanging is
+        taken to keep it busy too."""
         c, cluster, busy = self.candidate, self.tables.cluster, self.busy(pipe)
         cores: defaultdict[int, float] = defaultdict(float)
         for rank in range(cluster.num_devices):

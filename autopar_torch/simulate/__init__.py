@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
@@ -11,6 +9,7 @@ from ..profile import Profile
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
+from .draws import Draw, drawn, usual
 from .network import lookup
 from .tasks import StepTasks
 
@@ -22,9 +21,8 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
     With `draws`, the median of so many steps whose computing times vary as measured.
     """
     costs = Costs(plan, graph, lookup(profile))
-    chances: list[random.Random | None] = [None]
-    if draws and not profile.jitter.quiet:
-        chances = [random.Random(seed) for seed in range(draws)]
+    varies = draws and not profile.jitter.quiet
+    chances = drawn(plan, profile.jitter, draws) if varies else [usual(plan)]
     steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
     steps.sort(key=lambda step: step[1])
     spans, step_s = steps[len(steps) // 2]
@@ -32,7 +30,7 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
 
 
 def _step(costs: Costs, num_rows: int, start_s: float,
-          draw: random.Random | None) -> tuple[tuple[Span, ...], float]:  # fmt: skip
+          draw: Draw) -> tuple[tuple[Span, ...], float]:  # fmt: skip
     tasks = StepTasks(costs, num_rows, draw).build()
     times = fluid.run(tasks, capacities(costs.profile.profile.cluster, start_s))
     spans = tuple(

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import CellNeed, Curve, CurveNeed, Lookup, Piece, Profile
+from ..profile import EXCHANGE_CORE, CellNeed, Curve, CurveNeed, Lookup, Piece, Profile
 from .costs import Costs
+from .draws import usual
 from .tasks import StepTasks
 
 
@@ -29,7 +30,7 @@ class _Listener(Lookup):
 class _Asked:
     """A curve that notes the sizes it is asked for."""
 
-    core, held = 0.5, 0.0
+    core, held = EXCHANGE_CORE, 0.0
 
     def __init__(self, op: str, ranks: tuple[int, ...], asked: dict[CurveNeed, None]) -> None:
         self.op, self.ranks, self.asked = op, ranks, asked
@@ -45,7 +46,7 @@ def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
     cells: dict[CellNeed, None] = {}
     listener = _Listener(cluster)
     for plan in plans:
-        StepTasks(Costs(plan, graph, listener), num_rows).build()
+        StepTasks(Costs(plan, graph, listener), num_rows, usual(plan)).build()
         cells |= dict.fromkeys(_cells(plan, graph, num_rows))
     return list(cells), list(listener.asked)
 

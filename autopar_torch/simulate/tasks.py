@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
 from . import formula
 from .costs import BlockWork, Bucket, Costs, RankCost, Work
+from .draws import Draw
 from .fluid import Task
 
 _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
@@ -25,12 +25,8 @@ def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> sched
 class StepTasks:
     """Tasks of one training step; `tasks` is complete after `build`."""
 
-    def __init__(self, costs: Costs, num_rows: int, draw: random.Random | None = None) -> None:
-        """With `draw`, computing times vary as they were seen to vary."""
-        self.draw, self.jitter = draw, costs.profile.profile.jitter
-        self.pace = {rank: draw.choice(self.jitter.rank) if draw else 1.0
-                     for rank in costs.plan.devices}  # fmt: skip
-        self.costs, self.cluster = costs, costs.profile.profile.cluster
+    def __init__(self, costs: Costs, num_rows: int, draw: Draw) -> None:
+        self.costs, self.draw, self.cluster = costs, draw, costs.profile.profile.cluster
         self.overheads = costs.profile.profile.overheads
         self.rows = costs.plan.micro_batches(num_rows)
         self.tasks: list[Task] = []
@@ -56,7 +52,7 @@ class StepTasks:
         if seconds > 0:
             core = {f"core {self.cluster.core(rank)}": 1.0}
             before = (self.last[rank],) if rank in self.last else ()
-            own_s = seconds * self.pace[rank]
+            own_s = seconds * self.draw.pace[rank]
             self.last[rank] = self._add(Task(name, own_s, core, before, (rank,), COMPUTE))
 
     def _add(self, task: Task) -> int:
@@ -189,13 +185,15 @@ class StepTasks:
         self._before(cost.ranks, action, name)
         for group in groups:
             self._gather(cost.ranks, action.op, group, blocks.start)
+            factors = self.draw.factors(len(group))
             for rank_cost in cost.ranks:
-                works = [getattr(rank_cost.blocks[b - blocks.start], what) for b in group]
-                added = sum(rank_cost.blocks[b - blocks.start].added_s for b in group)
+                own = [rank_cost.blocks[b - blocks.start] for b in group]
+                works = [f * getattr(b, what).compute_s for f, b in zip(factors, own, strict=True)]
+                added = sum(block.added_s for block in own)
                 more = added if action.op is Op.B and action.micro_batch else 0.0
-                self._compute(rank_cost.rank, name, self._varied(works) + more)
+                self._compute(rank_cost.rank, name, sum(works) + more)
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
-                        self._tensor_core(stage.devices))  # fmt: skip
+                        self.costs.profile.exchange_core(stage.devices))  # fmt: skip
             if final and self.costs.plan.zero == 3:
                 self._sum_now(cost.ranks, group[0])
             if final:
@@ -205,12 +203,6 @@ class StepTasks:
 
         if action.op in (Op.B, Op.W) and not final and self.costs.plan.zero >= 2:
             self._sum_now(cost.ranks)
-
-    def _varied(self, works: Sequence[Work]) -> float:
-        if self.draw is None:
-            return sum(w.compute_s for w in works)
-        pick, factors = self.draw.choice, self.jitter.block
-        return sum(w.compute_s * pick(factors) for w in works)
 
     def _gather(self, ranks: Sequence[RankCost], op: Op, group: Sequence[int], first: int) -> None:
         """ZeRO 3: parameters of a block come together before it runs."""
@@ -257,11 +249,6 @@ class StepTasks:
             elif action.op in (Op.B, Op.W) and action.micro_batch:
                 extra += cost.added_bytes * self.overheads.add_s_per_byte
             self._compute(cost.rank, name, extra)
-
-    def _tensor_core(self, ranks: Sequence[int]) -> float:
-        key = ("sum", self.cluster.place(ranks))
-        curve = self.costs.profile.curves.get(key)
-        return curve.core if curve else 0.5
 
     def _reduce(self) -> None:
         """Sums of gradients, each as soon as all its ranks have made theirs; a team does one after
