@@ -71,7 +71,9 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
         if enough and not session.derives(cells):  # what is best was measured
             break
         session.focus(cells, curves)
-        for _ in range(FOCUSED_ROUNDS):
+        for done in range(FOCUSED_ROUNDS):
+            if done >= LEAST and _late(deadline, world):
+                break
             session.round()
         known = Known(tuple(ways_known), session.profile())
     name_noise(known.profile, world)
