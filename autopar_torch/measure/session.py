@@ -156,9 +156,10 @@ class Session:
         return Jitter(quantiles(rounds), quantiles(single))
 
     def _alone(self) -> list[Blocks]:
-        """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first."""
+        """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
+        they are known by more than a look."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
-        return [c for c in found if c in self.wanted] or found
+        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * LEAST] or found
 
     def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
         own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)
@@ -166,7 +167,8 @@ class Session:
 
     def _mean(self, own: Sequence[float], counts: bool) -> list[float]:
         """The mean over the ranks that took part."""
-        total = self.places.sum(torch.tensor([*own, float(counts)], dtype=torch.float64))
+        mine = torch.tensor([*own, float(counts)], dtype=torch.float64, device=self.device)
+        total = self.places.sum(mine)
         return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
 
     def noise(self) -> dict[str, float]:

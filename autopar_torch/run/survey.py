@@ -65,17 +65,19 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
     while True:
         enough = _late(deadline, world) or _known_well(session)
-        factor = 1.0 if enough else next(factors)
+        factor = CLOSE[-1] if enough else next(factors)
         plans = _close(traced.graph, known, call.num_rows, limits, factor, world)
         cells, curves = _asked(plans, traced.graph, cluster, call.num_rows, world)
-        if enough and not session.derives(cells):  # what is best was measured
-            break
+        fresh = session.derives(cells)
         session.focus(cells, curves)
+        if enough and not fresh:
+            break
         for done in range(FOCUSED_ROUNDS):
-            if done >= LEAST and _late(deadline, world):
+            if done >= LEAST and not fresh and _late(deadline, world):
                 break
             session.round()
         known = Known(tuple(ways_known), session.profile())
+    known = Known(tuple(ways_known), session.profile())  # with the noise of what is close
     name_noise(known.profile, world)
     return known
 
@@ -113,7 +115,7 @@ def name_noise(profile: Profile, world: World) -> None:
 
 def _late(deadline: float, world: World) -> bool:
     """Whether any rank is out of time: all leave together."""
-    return bool(world.sum(torch.tensor(float(time.perf_counter() > deadline))) > 0)
+    return any(world.gather(time.perf_counter() > deadline))
 
 
 Needs = tuple[list[CellNeed], list[CurveNeed]]
