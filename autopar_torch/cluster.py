@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -105,7 +105,11 @@ class Cluster(Struct, frozen=True, dict=True):
     @cached_property
     def ranks_per_core(self) -> int:
         """Of the core that most ranks share."""
-        return max(Counter(map(self.core, range(self.num_devices))).values())
+        return self.most_on_a_core(range(self.num_devices))
+
+    def most_on_a_core(self, ranks: Iterable[int]) -> int:
+        """How many of some ranks share one core, where they do it most."""
+        return max(Counter(map(self.core, ranks)).values())
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a group uses."""

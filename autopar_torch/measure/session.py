@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -187,7 +186,7 @@ def crowd(mesh: tuple[int, ...], profile: Lookup) -> float:
     """How much longer exchanging takes where all tensor groups on the same cores exchange too, as
     in a round of a chain, than in one of them alone."""
     cluster, ranks = profile.profile.cluster, range(math.prod(mesh))
-    own = max(Counter(cluster.core(rank) for rank in ranks).values())
+    own = cluster.most_on_a_core(ranks)
     busy = min(1.0, own * profile.exchange_core(ranks))  # as the engine has it
     return max(1.0, cluster.ranks_per_core / own * busy)
 

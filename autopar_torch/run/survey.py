@@ -61,39 +61,46 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
                          look=seconds <= QUICK_S)  # fmt: skip
     for _ in range(LEAST):
         session.round()
-    known = Known(tuple(ways_known), session.profile())
+    profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
+                             seconds)  # fmt: skip
+    name_noise(profile, world)
+    return Known(tuple(ways_known), profile)
+
+
+def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
+                   limits: Constraints, world: World, seconds: float) -> Profile:  # fmt: skip
+    """After rounds of what may be the fastest by what is known so far, until the time is over or
+    that is known well, and none of it derived."""
+    profile = session.profile()
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
     while True:
         enough = _late(deadline, world) or _known_well(session)
         factor = CLOSE[-1] if enough else next(factors)
-        plans = _close(traced.graph, known, call.num_rows, limits, factor, world)
-        cells, curves = _asked(plans, traced.graph, cluster, call.num_rows, world)
+        plans = _close(graph, options, profile, num_rows, limits, factor, world)
+        cells, curves = _asked(plans, graph, profile.cluster, num_rows, world)
         fresh = session.derives(cells)
         session.focus(cells, curves)
         if enough and not fresh:
-            break
+            return session.profile()  # with the noise of what is close
         for done in range(FOCUSED_ROUNDS):
             if done >= LEAST and not fresh and _late(deadline, world):
                 break
             session.round()
-        known = Known(tuple(ways_known), session.profile())
-    known = Known(tuple(ways_known), session.profile())  # with the noise of what is close
-    name_noise(known.profile, world)
-    return known
+        profile = session.profile()
 
 
 def _known_well(session: Session) -> bool:
     return session.rounds >= MOST_ROUNDS and not session.noise()
 
 
-def _close(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints, factor: float,
-           world: World) -> list[Plan]:  # fmt: skip
+def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_rows: int,
+           limits: Constraints, factor: float, world: World) -> list[Plan]:  # fmt: skip
     """Plans that may be the fastest by what is known so far. What only others need is known well
     enough: that they are slower."""
     close: list[Plan] = []
     if world.rank == 0:
         try:
-            found = search(graph, known.options, lookup(known.profile), num_rows, limits,
+            found = search(graph, options, lookup(profile), num_rows, limits,
                            kept=MOST_KEPT)  # fmt: skip
             most_s = found.best.step_s * factor
             close = [c.plan for c in (found.best, *found.runners_up) if c.step_s <= most_s]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..measure.stats import quantiles
 from ..plan import Plan
 from ..profile import Jitter
 
@@ -30,7 +31,7 @@ def drawn(plan: Plan, jitter: Jitter, count: int) -> list[Draw]:
     """So many steps. Between them every group goes at each of as many paces, in an order of its
     own, so that few steps tell what many would."""
     groups = dict.fromkeys(stage.devices for r in plan.replicas for stage in r.stages)
-    paces = [jitter.rank[int((k + 0.5) * len(jitter.rank) / count)] for k in range(count)]
+    paces = quantiles(jitter.rank, count)
     orders = random.Random(0)
     columns = [orders.sample(paces, count) for _ in groups]
     return [
