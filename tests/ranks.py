@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 TAIL_LINES = 40
 POLL_S = 0.02
+HANG_S = 800  # nothing takes that long, even where most of the cores is stolen
 GRACE_S = 0.5  # after a failure: time for the others to say what they saw
 DUMP = signal.SIGUSR1  # a rank that hangs is asked where it is
 
 
 def run_ranks(
-    num_ranks: int, target: str, *args: Any, timeout_s: float = 240, lab: Lab | None = None
+    num_ranks: int, target: str, *args: Any, timeout_s: float = HANG_S, lab: Lab | None = None
 ) -> list[Any]:
     """What `target` ("module:function") returned on each rank.
 

@@ -35,7 +35,7 @@ ZERO3 = {"dp": 2, "zero": 3}
 @pytest.fixture(scope="module")
 def claims() -> dict[str, Any]:
     """All claims of this file, checked in one start of 2 ranks: name -> "" or what was wrong."""
-    return run_ranks(2, "test_training:check_all", timeout_s=280)[0]
+    return run_ranks(2, "test_training:check_all")[0]
 
 
 def check_all() -> dict[str, str]:

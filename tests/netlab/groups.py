@@ -67,7 +67,7 @@ def groups(names: Sequence[str]) -> Iterator[Groups]:
             (top / name).mkdir()
         yield Groups(top, version)
     finally:
-        sweeper.communicate(timeout=30)
+        sweeper.communicate(timeout=120)
         if sweeper.returncode:
             raise RuntimeError(f"the cgroup {top} could not be removed")
 

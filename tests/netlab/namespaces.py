@@ -43,7 +43,7 @@ class Box:
         """Have `ip` or `tc` do several things in this network."""
         done = subprocess.run(
             self.enter([tool, "-batch", "-"], ["net"]), input="\n".join(lines) + "\n",
-            capture_output=True, text=True, timeout=30, check=False,
+            capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         if done.returncode:
             raise failure(f"{tool} {lines}", done.stderr or done.stdout)
@@ -53,7 +53,7 @@ class Box:
         # -1 is all that the shell can see but itself and the holder: so it must see the node only
         subprocess.run(
             self.enter(["sh", "-c", f"kill -{number} -1"], ["mount", "pid"]),
-            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30, check=False,
+            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=False,
         )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def held(name: str, hosts: str) -> Iterator[Box]:
     )  # fmt: skip
     try:
         if holder.stdout and holder.stdout.readline() != "ready\n":
-            raise failure(f"the namespaces of {name}", holder.communicate(timeout=30)[1])
+            raise failure(f"the namespaces of {name}", holder.communicate(timeout=120)[1])
         yield Box(holder.pid)
     finally:
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=120)
