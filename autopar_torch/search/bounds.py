@@ -12,13 +12,12 @@ from ..profile import Curve
 from .evaluate import after, summing
 from .memory import lasting, staying
 from .space import SCHEDULES, Candidates
-from .tables import Array, Tables
+from .tables import Array, Ints, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently
 NEARLY = 0.9  # blocks of programs that take so much of the most common one count with it
 TINY = 1e-9  # seconds or bytes, instead of a division by zero
-Ints = NDArray[np.int64]
 
 
 class Bounds(NamedTuple):
@@ -91,7 +90,7 @@ class _Space:
 
     def _gathers(self) -> Array:
         """ZeRO 3: seconds of gathering the parameters of a block of every program."""
-        leaf = self.per_option(lambda o: self.least(o, self.tables.params(o).leaf))
+        leaf = self.per_option(lambda o: self.tables.least(o, self.tables.params(o).leaf))
         first, which = self.by(self.option, self.pp, self.dp, self.zero)
         meet_s = self.tables.profile.profile.overheads.meet_s
         table = np.zeros((len(first), self.programs))
@@ -108,12 +107,15 @@ class _Space:
         tables, copies = self.tables, self.tables.precision == "bfloat16"
         first, which = self.by(self.option, self.dp, self.zero)
         found = np.zeros((len(first), 3))
-        for row, i in enumerate(first):
-            candidate, params = self.found[i], tables.params(int(self.option[i]))
-            alike = tables.programs[candidate.option][1] == self.common[i]
-            stays = lasting(candidate, params, copies)
-            found[row] = (stays.sum() + params.trained.sum(), stays[alike].min(),
-                          params.trained[alike].min() * staying(candidate))  # fmt: skip
+        for option, (_, programs) in enumerate(tables.programs):
+            rows = np.flatnonzero(self.option[first] == option)
+            if len(rows):
+                zero, dp = self.zero[first[rows]][:, None], self.dp[first[rows]][:, None]
+                params, alike = tables.params(option), programs == self.common[first[rows[0]]]
+                stays, least = lasting(zero, dp, params, copies), params.trained[alike].min()
+                found[rows, 0] = stays.sum(axis=1) + tables.totals(option).trained
+                found[rows, 1] = stays[:, alike].min(axis=1)
+                found[rows, 2] = (least * staying(zero, dp))[:, 0]
         return found[which]
 
     def backward(self) -> Array:
@@ -126,13 +128,6 @@ class _Space:
     def early(self) -> Array:
         """Candidate x program: the least that the position before waits for."""
         return np.minimum(self.costs[:, :, INPUT], self.costs[:, :, BACKWARD])
-
-    def least(self, option: int, values: Array) -> Array:
-        """Per program: the least of its blocks (parameters that are shared count only once)."""
-        keys, which = self.tables.programs[option]
-        found = np.full(len(keys), np.inf)
-        np.minimum.at(found, which, values)
-        return found
 
     def team(self, op: str, i: int) -> Curve:
         """Of the ranks that share the first stage of a candidate."""
@@ -254,8 +249,8 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
     tables = space.tables
     add = tables.profile.profile.overheads.add_s_per_byte
     adding = (
-        add * space.per_option(lambda o: space.least(o, tables.params(o).trained)),
-        -add * space.per_option(lambda o: space.least(o, -tables.params(o).trained)),
+        add * space.per_option(lambda o: tables.least(o, tables.params(o).trained)),
+        -add * space.per_option(lambda o: tables.least(o, -tables.params(o).trained)),
     )
     sums = (space.zero >= 2) & (space.dp > 1)
     first, which = space.by(space.option, space.pp, space.dp, sums.astype(int))
@@ -264,12 +259,12 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
         i = int(first[row])
         option = int(space.option[i])
         seconds = summing(tables, space.found[i])
-        least = space.least(option, seconds)
+        least = tables.least(option, seconds)
         found[0, row, : len(least)] = least
-        found[1, row, : len(least)] = -space.least(option, -seconds)
+        found[1, row, : len(least)] = -tables.least(option, -seconds)
     share = ((space.count - 1) / space.count)[:, None]
     once = np.where(space.zero[:, None] == 3, 1.0, share)
-    stays = share / np.where(space.zero >= 2, space.dp, 1)[:, None]  # see `staying`
+    stays = share * staying(space.zero, space.dp)[:, None]
     least, most = (adding[k][space.option] * stays + found[k][which] * once for k in range(2))
     return least, most
 
@@ -368,19 +363,19 @@ def _outside(space: _Space) -> tuple[Array, Array]:
     """What comes before and after: gathering and updating at least the average share; and, where
     the first stage ends with a whole backward, the sum of its last bucket, which holds block 0."""
     over = space.tables.profile.profile.overheads
-    first, which = space.by(space.option, space.pp, space.dp, space.zero)
+    # what ZeRO 1 and 2 do here is the same
+    first, which = space.by(space.option, space.pp, space.dp, space.zero - (space.zero >= 2))
     found, bucket = np.zeros(len(first)), np.zeros(len(first))
     for row, i in enumerate(first):
-        params = space.tables.params(int(space.option[i]))
-        p, zero, dp = int(space.pp[i]), int(space.zero[i]), int(space.dp[i])
-        closing = after(space.tables, space.found[i])
-        found[row] = over.step_s + closing(float(params.trained.sum()) / p)
+        c = space.found[i]
+        total, p, dp, zero = space.tables.totals(c.option), c.pp, c.dp, c.zero
+        found[row] = over.step_s + after(space.tables, c)(total.trained / p)
         if zero in (1, 2) and dp > 1:
-            leaf = float(params.leaf.sum()) / p
+            leaf = total.leaf / p
             found[row] += at_least(space.team("gather", int(i)), leaf) + leaf * over.fill_s_per_byte
-        if dp > 1 and zero < 3 and (size := float(params.trained[0])):
+        if dp > 1 and zero < 3 and (size := float(space.tables.params(c.option).trained[0])):
             op = "scatter" if zero else "sum"
-            packed = float(params.trained.sum()) if p == 1 else size  # all of it, before the last
+            packed = total.trained if p == 1 else size  # all of it, before the last
             bucket[row] = at_least(space.team(op, int(i)), size) + packed * over.packing(op)
     whole = np.isin(space.schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe")])
     return found[which], np.where(whole, bucket[which], 0.0)

@@ -195,7 +195,8 @@ def per_micro_batch(tables: Tables, c: Candidate) -> Array:
     The first micro-batch adds nothing; the last sums of ZeRO 2 go on beside the backward.
     """
     share, trained = (c.micro_batches - 1) / c.micro_batches, tables.params(c.option).trained
-    adding = share * staying(c) * tables.profile.profile.overheads.add_s_per_byte * trained
+    add_s_per_byte = tables.profile.profile.overheads.add_s_per_byte
+    adding = share * staying(c.zero, c.dp) * add_s_per_byte * trained
     return adding + summing(tables, c) * (1.0 if c.zero == 3 else share)
 
 
@@ -229,7 +230,7 @@ def after(tables: Tables, c: Candidate) -> Callable[[float], float]:
     """The loss is summed over everyone, then the optimizer runs: seconds by bytes of a device."""
     over, world = tables.profile.profile.overheads, tables.options[c.option].degree * c.pp * c.dp
     seconds = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
-    seconds += tables.num_trained(c.option) / c.pp * over.update_s_per_tensor
+    seconds += tables.totals(c.option).number / c.pp * over.update_s_per_tensor
     byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
     return lambda trained: seconds + trained * byte_s
 

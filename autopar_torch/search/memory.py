@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from .space import Candidate
-from .tables import Array, Blocks, Params
+from .tables import Array, Blocks, Ints, Params
 
 STATES = 2  # moments that an Adam keeps of a parameter
 
@@ -24,7 +25,7 @@ class Memory:
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
                  fixed_bytes: float, copies: bool, bucket: float) -> None:  # fmt: skip
         self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
-        self.lasting = lasting(c, params, copies)
+        self.lasting = lasting(c.zero, c.dp, params, copies)
         self.states = STATES * params.trained / (c.dp if c.zero else 1)
         self.params = _sums(self.lasting)
         self.trained, self.stash = _sums(params.trained), _sums(blocks.stash)
@@ -32,7 +33,7 @@ class Memory:
         self.drains = c.schedule == "1f1b" and not c.recompute
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
-        self.stays = staying(c)
+        self.stays = staying(c.zero, c.dp)
         self.flight = [in_flight(c, k) for k in range(c.pp)]
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
@@ -79,16 +80,16 @@ class Memory:
                         "working": rest - grads - running}  # fmt: skip
 
 
-def lasting(c: Candidate, params: Params, copies: bool) -> Array:
+def lasting(zero: int | Ints, dp: int | Ints, params: Params, copies: bool) -> Array:
     """Per block: parameters, their leaves where those are copies, and the optimizer's states."""
-    owned = params.trained / c.dp if c.zero else params.trained
-    leaf = 0.0 if c.zero == 3 else params.leaf if c.zero or copies else 0.0
+    owned = params.trained / dp ** (zero > 0)
+    leaf = params.leaf * ((zero < 3) & ((zero > 0) | copies))
     return params.held - params.trained + (1 + STATES) * owned + leaf
 
 
-def staying(c: Candidate) -> float:
-    """The part of the gradients that is kept from one micro-batch to the next."""
-    return 1.0 if c.zero < 2 else 1.0 / c.dp
+def staying(zero: int | Ints, dp: int | Ints) -> Any:
+    """The part of the gradients that is kept from one micro-batch to the next; of columns, too."""
+    return 1.0 / dp ** (zero >= 2)
 
 
 def in_flight(c: Candidate, position: int) -> float:

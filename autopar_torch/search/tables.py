@@ -22,6 +22,7 @@ BUSY = 0.5  # of a core: beside such sending little else is done
 SMALL_BYTES = 2 * 2**20  # of a bucket
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts they lie
 
 
@@ -34,6 +35,14 @@ class Params(NamedTuple):
     leaf: Array
     largest: Array
     number: Array
+
+
+class Totals(NamedTuple):
+    """Some of `Params`, of all blocks."""
+
+    trained: float
+    leaf: float
+    number: float
 
 
 class Blocks(NamedTuple):
@@ -65,10 +74,11 @@ class Tables:
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
         self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
         self._messages: dict[tuple[int, int, int], Array] = {}
-        self._num_trained: dict[int, float] = {}
+        self._totals: dict[int, Totals] = {}
         self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
         self._free_cuts: dict[tuple[object, ...], FreeCuts] = {}
         self.programs = [self._programs(option) for option in options]
+        self._sorted = [_sorted(which) for _, which in self.programs]
 
     @property
     def cluster(self) -> Cluster:
@@ -92,7 +102,7 @@ class Tables:
         op = "scatter" if c.zero else "sum"
         if self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp).core > BUSY:
             return BUCKET_BYTES
-        quarter = self.params(c.option).trained.sum() / c.pp / 4
+        quarter = self.totals(c.option).trained / c.pp / 4
         return int(min(max(quarter, SMALL_BYTES), BUCKET_BYTES))
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
@@ -105,10 +115,12 @@ class Tables:
             self._messages[key] = np.array(seconds).reshape(sizes.shape)
         return self._messages[key]
 
-    def num_trained(self, option: int) -> float:
-        if option not in self._num_trained:
-            self._num_trained[option] = float(self.params(option).number.sum())
-        return self._num_trained[option]
+    def totals(self, option: int) -> Totals:
+        if option not in self._totals:
+            params = self.params(option)
+            sums = (float(column.sum()) for column in (params.trained, params.leaf, params.number))
+            self._totals[option] = Totals(*sums)
+        return self._totals[option]
 
     def hops(self, tp: int, pp: int, num_stages: int) -> list[tuple[Curve, NDArray[np.int64]]]:
         """The distinct lines between neighbours of a pipeline, and after which stages each lies."""
@@ -144,6 +156,11 @@ class Tables:
                 keys[id(sharding)] = sharding_key(sharding)
             which.append(found.setdefault((block.kind, keys[id(sharding)]), len(found)))
         return list(found), np.array(which)
+
+    def least(self, option: int, values: Array) -> Array:
+        """Per program of an option: the least of its blocks."""
+        order, starts = self._sorted[option]
+        return np.minimum.reduceat(values[order], starts)
 
     def columns(self, option: int, rows: int, recompute: bool) -> Array:
         """Per program of an option: the fields of `Blocks`."""
@@ -268,6 +285,12 @@ class Tables:
         return parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
 
 
+def _sorted(which: Ints) -> tuple[Ints, Ints]:
+    """Blocks in the order of their programs, and where each of these begins."""
+    order = np.argsort(which, kind="stable")
+    return order, np.flatnonzero(np.diff(which[order], prepend=-1))
+
+
 def _column(piece: Piece) -> list[float]:
     return [
         piece.forward_s + piece.comm_forward_s,
@@ -281,4 +304,4 @@ def _column(piece: Piece) -> list[float]:
     ]
 
 
-__all__ = ["Blocks", "Params", "Tables"]
+__all__ = ["Array", "Blocks", "Ints", "Params", "Tables"]
