@@ -134,32 +134,34 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
 def _to_and_fro(sent: Tensor, axis: Axis, first: int,
                 other: Callable[[], None]) -> tuple[float, float]:  # fmt: skip
     """A message there and one of the same size back: the seconds of one way, as `first` sees them,
-    and those in which a rank hands its message over or asks for the other's.
+    and those in which it hands its message over or asks for the other's.
 
     Each comes to a rank that waits for it, from a sender that has just done `other` things (for how
-    long says the answer): whoever wakes with other programs in its caches is slow. On a CPU
-    receives are posted before.
+    long says the answer): whoever wakes with other programs in its caches is slow, and so is who
+    hands over or asks. On a CPU receives are posted before.
     """
     got, peer = torch.empty_like(sent), axis.ranks[1 - axis.index]
     early, starts = sent.device.type == "cpu", axis.index == first
-    begin = time.perf_counter()
-    coming: Any = dist.irecv(got, peer, group=axis.group) if early else None
-    asking_s = time.perf_counter() - begin
+    coming: Any = None
+    if early and not starts:
+        coming = dist.irecv(got, peer, group=axis.group)
     start = stamp()
     if not starts:
         _arrived(coming, got, peer, axis)
     begin = stamp()
     other()
-    computed_s = between(begin, stamp())
-    sent[0] = computed_s
-    begin = time.perf_counter()
+    asked_s, computed_s = time.perf_counter(), between(begin, stamp())
+    if early and starts:
+        coming = dist.irecv(got, peer, group=axis.group)
+    posted_s = time.perf_counter()
+    sent[0] = computed_s + posted_s - asked_s
     gone: Any = dist.isend(sent, peer, group=axis.group)
-    posting_s = time.perf_counter() - begin
+    busy_s = time.perf_counter() - asked_s
     if starts:
         _arrived(coming, got, peer, axis)
     seconds = between(start, stamp())
     gone.wait()
-    return max(0.0, seconds - computed_s - float(got[0])) / 2, (posting_s + asking_s) / 2
+    return max(0.0, seconds - float(sent[0]) - float(got[0])) / 2, busy_s / 2
 
 
 def _computing(device: torch.device) -> Callable[[], None]:

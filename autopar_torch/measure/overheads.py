@@ -137,7 +137,15 @@ def _meetings(places: Places, device: torch.device) -> dict[str, Callable[[], ob
 
 
 def _update(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
+    """Gradients are handed over, used and given up, as in training."""
     params = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    return torch.optim.AdamW(params).step
+    grads = [torch.ones_like(param) for param in params]
+    optimizer = torch.optim.AdamW(params)
+
+    def work() -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return work

@@ -71,7 +71,7 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, call: Call, tensors: list[Tensor]) -> Any:
-        from .model import Outputs, _hand_over
+        from .model import Outputs, hand_over
 
         parallel = self.parent[0]
         rows = parallel.local_slice(call.num_rows)
@@ -84,7 +84,7 @@ class _Step(nn.Module):
         grads = self._grads(parallel, loss) if train else []
         total = parallel.world.sum(loss.detach().clone())
         if train:
-            return _hand_over(parallel._anchor, total, grads)
+            return hand_over(parallel._anchor, total, grads)
         return total if not parallel.outputs else Outputs(loss=total)
 
     def _loss(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:

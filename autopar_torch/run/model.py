@@ -184,7 +184,7 @@ class ParallelModel(nn.Module):
             arrive(sums)
         if train:
             grads = self._finish_grads()
-            values["loss"] = _hand_over(self._anchor, values["loss"], grads)
+            values["loss"] = hand_over(self._anchor, values["loss"], grads)
         return values
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
@@ -304,7 +304,7 @@ class _HandOver(torch.autograd.Function):
         return None, None, None
 
 
-def _hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]]) -> Tensor:
+def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]]) -> Tensor:
     """A loss whose backward gives the parameters their gradients."""
     return cast(Tensor, _HandOver.apply(anchor, loss, grads))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,12 +11,16 @@ from ..cluster import Cluster
 from ..measure import detect
 from ..measure.blocks import Context
 from ..measure.session import Session
-from ..plan import Plan
+from ..plan import Plan, Replica
 from ..profile import CellNeed, CurveNeed
+from ..schedule import Schedule
 from ..simulate.needs import needs_of
 from ..trace import Traced
-from ..trace.call import Call
+from ..trace.call import Call, take_apart
 from .context import Prologue
+from .executor import Executor, Mail
+from .model import hand_over
+from .record import SILENT
 from .world import World
 
 
@@ -40,11 +44,29 @@ def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[Cur
     prologue = Prologue(traced, names, dict(buffers), device)
     return Session(traced, cells, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors),
-                   lambda: prologue.for_batch(call, tensors), device, look)  # fmt: skip
+                   _hull(prologue, call, tensors, world, device), device, look)  # fmt: skip
 
 
 def cluster_of(world: World) -> Cluster:
     return detect.cluster(world.gather)
+
+
+def _hull(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,
+          device: torch.device) -> Callable[[], None]:  # fmt: skip
+    """What a step does once, whatever its stages are: all of it but them (see `run/model.py`)."""
+    args, kwargs = call.rebuild(tensors)
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    nothing, alone = Schedule(((),), ()), Replica(())
+    programs = {call.key: prologue}
+
+    def work() -> None:
+        taken, given = take_apart(args, kwargs)
+        whole = programs[taken.key].for_batch(taken, given)
+        executor = Executor({}, alone, Mail(world, alone, device), None, SILENT)
+        executor.run(nothing, 0, (), lambda *_: whole, True, lambda _: None)
+        hand_over(anchor, torch.zeros((), device=device), []).backward()
+
+    return work
 
 
 def _contexts(prologue: Prologue, call: Call, tensors: Sequence[Tensor]) -> Context:
