@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import signal
 import socket
@@ -11,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 
 from netlab import Lab, Layout, Link, Node, NotPermitted
 from netlab.groups import homes
+from quiet import patient
 from ranks import run_ranks
 
 PORT, BLOCK = 5201, bytes(1 << 18)
@@ -117,21 +116,6 @@ def hang_on_one() -> None:
 
 
 # ---- rates
-
-
-def patient(claim: Callable[..., None]) -> Callable[..., None]:
-    """Holds once in three tries: others on the machine take cores, and with them rates, away."""
-
-    @functools.wraps(claim)
-    def tried(*args: Any, **fixtures: Any) -> None:
-        for _ in range(2):
-            with contextlib.suppress(AssertionError):
-                claim(*args, **fixtures)
-                return
-            time.sleep(5)
-        claim(*args, **fixtures)
-
-    return tried
 
 
 def rate_mbps(lab: Lab, num_mbit: float, target: str = "stream", repeats: int = 3) -> float:

@@ -29,7 +29,7 @@ from .stats import median, uncertainty
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
 TURNS = ("backward", "input", "added")  # how the backwards of a round run, in turn
-ALIKE = ("backward", "backward", "input")  # where ranks share a core
+ALIKE = ("backward", "backward", "input")  # where what a core did is taken from whole rounds
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
@@ -114,8 +114,8 @@ class Blocks:
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
-        self.shares_core = shares_core
-        self.turns = itertools.cycle(ALIKE if shares_core else TURNS)
+        self.alike = shares_core and self.exchanges  # see `scales`
+        self.turns = itertools.cycle(ALIKE if self.alike else TURNS)
         self.num_rounds = 0
         self.cores: list[float] = []  # seconds on this thread's core, per round
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
@@ -143,7 +143,7 @@ class Blocks:
                 runner.weights()
         else:
             self.cores.append(time.thread_time() - core)
-        if how == "added" or self.shares_core:
+        if how == "added" or self.alike:
             for runner in self.runners:
                 runner.clear()
         self.switched.append(sampled(self.typical.run)[1])

@@ -50,7 +50,7 @@ class Line:
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.busy: list[float] = []
         self.held: list[float] = []
-        self.other = _computing(device)
+        self.other = computing(device)
 
     def focus(self, sizes: Iterable[float]) -> None:
         wanted = {point for size in sizes for point in around(size, self.sizes)}
@@ -164,7 +164,7 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
     return max(0.0, seconds - float(sent[0]) - float(got[0])) / 2, busy_s / 2
 
 
-def _computing(device: torch.device) -> Callable[[], None]:
+def computing(device: torch.device) -> Callable[[], None]:
     """Forward and backward of some layers."""
     layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
               nn.LayerNorm(WIDTH)]  # fmt: skip

@@ -10,11 +10,11 @@ import torch
 from ..profile import Overheads
 from ..shard.parts import copy_rows, fill, flat_piece
 from ..shard.watch import between, stamp
-from .links import FLUSH, Places
+from .links import FLUSH, Places, computing
 from .stats import median
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
-MATMUL, MEETINGS = 384, 4
+MEETINGS = 2
 COLD = ("update", "fill")  # come long after what they need was last used
 
 
@@ -125,15 +125,16 @@ def _filling(sizes: Sequence[int], device: torch.device) -> Callable[[], object]
 
 
 def _meetings(places: Places, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Computing, meeting, and both in turn: where cores are shared that is more than their sum."""
-    a, flag = torch.ones(MATMUL, MATMUL, device=device), torch.zeros(1, device=device)
+    """Meeting, computing (all begin at once), and both in turn: where cores are shared that is more
+    than their sum, as whoever goes on finds the caches full of what the others did."""
+    compute, flag = computing(device), torch.zeros(1, device=device)
 
     def both() -> None:
         for _ in range(MEETINGS):
-            a @ a
+            compute()
             places.sum(flag)
 
-    return {"compute": lambda: a @ a, "meet": lambda: places.sum(flag), "both": both}
+    return {"meet": lambda: places.sum(flag), "compute": compute, "both": both}
 
 
 def _update(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
