@@ -5,7 +5,7 @@
 
 Models are traced on meta tensors, prices come from datasheets; the time of a search begins when
 both are there and is processor time of one core, the best of several: until the fastest plan is
-proven, which is what the targets are for, and with the seven after it, as `parallelize` has it.
+proven, which is what the targets are for, and with the seven that follow it.
 `first` is the very first search of its kind in the process, with nothing remembered. Where looking
 at every candidate can finish, its result stands beside. Ends with one line of figures; exits 0 only
 where the targets hold and the results are equal.
@@ -129,13 +129,13 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     grown = {"nodes": (1, 8, 64) if quick else (1, 4, 16, 64, 256),
              "layers": (16, 64) if quick else (16, 32, 64, 128),
              "rows": (64, 4096) if quick else (64, 512, 4096, 32768)}  # fmt: skip
-    print("\na 7B with one thing grown:   value  considered  best ms")
+    print("\na 7B with one thing grown:   value  considered  proven ms")
     for name, values in grown.items():
         for value in values:
             sizes = {**base, name: value}
             batch = max(sizes["rows"], 8 * sizes["nodes"])
             case = case_of("llama_7b", f"{sizes['nodes']}x8xA100-80", batch, layers=sizes["layers"])
-            result, _, best = timed(case, 3)
+            result, _, best = timed(case, 3, kept=1)
             found.append({"grown": name, "value": value, "best_s": best,
                           "considered": result.considered})  # fmt: skip
             print(f"{name:>24}  {value:8}  {result.considered:10}  {best * 1e3:7.1f}")

@@ -36,13 +36,17 @@ GRACE_S = 0.5  # after a failure: time for the others to say what they saw
 DUMP = signal.SIGUSR1  # a rank that hangs is asked where it is
 
 
+class RankFailed(AssertionError):
+    """A rank crashed or hung."""
+
+
 def run_ranks(
     num_ranks: int, target: str, *args: Any, timeout_s: float = HANG_S, lab: Lab | None = None
 ) -> list[Any]:
     """What `target` ("module:function") returned on each rank.
 
     Arguments and results travel as JSON. If a rank fails or time runs out, every rank is killed and
-    the AssertionError carries the end of the guilty rank's output. Ranks fill the nodes of a lab in
+    RankFailed carries the end of the guilty rank's output. Ranks fill the nodes of a lab in
     order.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -99,7 +103,7 @@ def _watch(
         if failed:
             time.sleep(GRACE_S)
             late = [r for r, process in enumerate(ranks) if process.poll() and r not in failed]
-            raise AssertionError(_failure(ranks, target, failed + late, folder))
+            raise RankFailed(_failure(ranks, target, failed + late, folder))
         if None not in codes:
             return
         if time.monotonic() > deadline:
@@ -108,7 +112,7 @@ def _watch(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(ranks[rank].pid, DUMP)  # in a lab the rank is a child of this one
             time.sleep(GRACE_S)
-            raise AssertionError(
+            raise RankFailed(
                 f"{target}: rank(s) {hanging} had not finished after {timeout_s} s\n"
                 + _tail(folder, hanging[0] if hanging else 0)
             )

@@ -10,7 +10,7 @@ import torch
 
 import oracle
 import zoo
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 
 QUICK = ["gpt2", "t5", "resnet", "mlp"]
 
@@ -23,7 +23,9 @@ def run_table(models: list[str], plans: list[dict[str, Any]], pad: bool) -> list
             for name in models for plan in plans]  # fmt: skip
 
 
-def bad_rows(num_ranks: int, models: list[str], pad: bool, timeout_s: float) -> list[list[Any]]:
+def bad_rows(
+    num_ranks: int, models: list[str], pad: bool, timeout_s: float = HANG_S
+) -> list[list[Any]]:
     rows = run_ranks(num_ranks, "test_numbers:run_table", models, oracle.PLANS[num_ranks], pad,
                      timeout_s=timeout_s)[0]  # fmt: skip
     assert rows, "nothing ran"
@@ -34,7 +36,7 @@ def bad_rows(num_ranks: int, models: list[str], pad: bool, timeout_s: float) -> 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_few_models_under_all_plans_match_one_process(num_ranks: int) -> None:
-    assert bad_rows(num_ranks, QUICK if num_ranks < 4 else QUICK[:2], True, 240) == []
+    assert bad_rows(num_ranks, QUICK if num_ranks < 4 else QUICK[:2], True) == []
 
 
 @pytest.mark.slow
@@ -46,4 +48,4 @@ def test_every_model_under_all_plans_matches_one_process(num_ranks: int) -> None
 
 @pytest.mark.slow
 def test_batches_without_padding_match_one_process() -> None:
-    assert bad_rows(2, ["gpt2", "bert", "vit"], False, 280) == []
+    assert bad_rows(2, ["gpt2", "bert", "vit"], False) == []

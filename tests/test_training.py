@@ -406,6 +406,6 @@ steps(10)
 print(unkept, steps(5))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          check=True, timeout=60)  # fmt: skip
+                          check=True, timeout=300)  # fmt: skip
     unkept, kept = map(int, done.stdout.split())
     assert kept < unkept / 2

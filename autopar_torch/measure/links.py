@@ -21,7 +21,7 @@ FLUSH = 1 << 22
 T = TypeVar("T")
 LATE = ("sum", "scatter")  # what ends a step: ranks do not come to it together
 WARM_UP = 2  # rounds that are not timed
-WIDTH, DEPTH = 192, 4  # of what a sender computes before it sends
+WIDTH, DEPTH = 192, 4  # of what is computed before a message or a meeting
 
 
 class Places(Protocol):
@@ -150,13 +150,15 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
         _arrived(coming, got, peer, axis)
     begin = stamp()
     other()
-    asked_s, computed_s = time.perf_counter(), between(begin, stamp())
+    computed_s = between(begin, stamp())
+    begun_s = time.perf_counter()
     if early and starts:
         coming = dist.irecv(got, peer, group=axis.group)
-    posted_s = time.perf_counter()
-    sent[0] = computed_s + posted_s - asked_s
+    asking_s = time.perf_counter() - begun_s
+    sent[0] = computed_s + asking_s
+    begun_s = time.perf_counter()
     gone: Any = dist.isend(sent, peer, group=axis.group)
-    busy_s = time.perf_counter() - asked_s
+    busy_s = asking_s + time.perf_counter() - begun_s
     if starts:
         _arrived(coming, got, peer, axis)
     seconds = between(start, stamp())

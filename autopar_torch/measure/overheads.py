@@ -16,6 +16,7 @@ from .stats import median
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
 MEETINGS = 2
 COLD = ("update", "fill")  # come long after what they need was last used
+TOGETHER = ("meet", "compute", "both")  # all ranks begin at once
 
 
 class Extras:
@@ -39,14 +40,17 @@ class Extras:
             "context": context,
         }
         self.places, self.ranks_per_core, self.device = places, ranks_per_core, device
+        self.flag = torch.zeros(1, device=device)
         if ranks_per_core > 1:
-            self.works |= _meetings(places, device)
+            self.works |= self._meetings(computing(device))
         self.samples: dict[str, list[float]] = {name: [] for name in self.works}
 
     def round(self) -> None:
         for name, work in self.works.items():
             if name in COLD:
                 torch.ones(FLUSH, device=self.device)
+            if name in TOGETHER:
+                self.places.sum(self.flag)
             start = stamp()
             work()
             self.samples[name].append(between(start, stamp()))
@@ -55,11 +59,24 @@ class Extras:
         for samples in self.samples.values():
             samples.clear()
 
+    def _meetings(self, compute: Callable[[], object]) -> dict[str, Callable[[], object]]:
+        """Meeting, computing, and both in turn: where cores are shared that is more than their sum,
+        as whoever goes on finds the caches full of what the others did."""
+
+        def both() -> None:
+            for _ in range(MEETINGS):
+                compute()
+                self.places.sum(self.flag)
+
+        return {"meet": lambda: self.places.sum(self.flag), "compute": compute, "both": both}
+
     def _meet_s(self, found: dict[str, float]) -> float:
-        """`compute` was timed with all ranks at once, so it is what a core needs for all of its."""
+        """Who meets waits for the slowest, which is who computes last on its core."""
         if "both" not in found:
             return 0.0
-        return max(0.0, found["both"] / MEETINGS - found["compute"] - found["meet"])
+        everyone = self.places.gather(self.samples["compute"])
+        computing_s = median([max(seconds) for seconds in zip(*everyone, strict=True)])
+        return max(0.0, found["both"] / MEETINGS - computing_s - found["meet"])
 
     def result(self) -> Overheads:
         """Seconds of a rank alone on its core; all ranks were busy at once."""
@@ -124,21 +141,8 @@ def _filling(sizes: Sequence[int], device: torch.device) -> Callable[[], object]
     return work
 
 
-def _meetings(places: Places, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Meeting, computing (all begin at once), and both in turn: where cores are shared that is more
-    than their sum, as whoever goes on finds the caches full of what the others did."""
-    compute, flag = computing(device), torch.zeros(1, device=device)
-
-    def both() -> None:
-        for _ in range(MEETINGS):
-            compute()
-            places.sum(flag)
-
-    return {"meet": lambda: places.sum(flag), "compute": compute, "both": both}
-
-
 def _update(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
-    """Gradients are handed over, used and given up, as in training."""
+    """Gradients are handed over, used and taken away, as in training."""
     params = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
     grads = [torch.ones_like(param) for param in params]
     optimizer = torch.optim.AdamW(params)

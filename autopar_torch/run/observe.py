@@ -53,7 +53,8 @@ def cluster_of(world: World) -> Cluster:
 
 def _hull(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,
           device: torch.device) -> Callable[[], None]:  # fmt: skip
-    """What a step does once, whatever its stages are: all of it but them (see `run/model.py`)."""
+    """What a step does once, whatever its stages are: nearly all of it but them, and no more than
+    there is without parameters (see `run/model.py`)."""
     args, kwargs = call.rebuild(tensors)
     anchor = torch.zeros((), device=device, requires_grad=True)
     nothing, alone = Schedule(((),), ()), Replica(())
@@ -61,10 +62,11 @@ def _hull(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: Worl
 
     def work() -> None:
         taken, given = take_apart(args, kwargs)
-        whole = programs[taken.key].for_batch(taken, given)
+        whole = programs.get(taken.key, prologue).for_batch(taken, given)
         executor = Executor({}, alone, Mail(world, alone, device), None, SILENT)
         executor.run(nothing, 0, (), lambda *_: whole, True, lambda _: None)
-        hand_over(anchor, torch.zeros((), device=device), []).backward()
+        with torch.enable_grad():
+            hand_over(anchor, torch.zeros((), device=device), []).backward()
 
     return work
 

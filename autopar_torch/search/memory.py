@@ -33,7 +33,7 @@ class Memory:
         self.drains = c.schedule == "1f1b" and not c.recompute
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
-        self.stays = staying(c.zero, c.dp)
+        self.stays: float = staying(c.zero, c.dp)
         self.flight = [in_flight(c, k) for k in range(c.pp)]
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
