@@ -5,10 +5,10 @@
 
 Models are traced on meta tensors, prices come from datasheets; the time of a search begins when
 both are there and is processor time of one core, the best of several: until the fastest plan is
-proven, which is what the targets are for, and with the seven that follow it.
-`first` is the very first search of its kind in the process, with nothing remembered. Where looking
-at every candidate can finish, its result stands beside. Ends with one line of figures; exits 0 only
-where the targets hold and the results are equal.
+proven, which is what the targets are for, and with the seven that follow it. `first` is the very
+first search of its kind in the process, with nothing remembered. Where looking at every candidate
+can finish, its result stands beside. Ends with one line of figures; exits 0 only where the targets
+hold and the results are equal.
 
 With `--measured` ranks on this machine are measured for the small models of models.py, and on these
 profiles the plans of the search are compared with those of looking at every candidate: with all

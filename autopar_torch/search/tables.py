@@ -158,7 +158,7 @@ class Tables:
         return list(found), np.array(which)
 
     def least(self, option: int, values: Array) -> Array:
-        """Per program of an option: the least of its blocks."""
+        """Per program of an option: the least of its blocks (shared parameters count only once)."""
         order, starts = self._sorted[option]
         return np.minimum.reduceat(values[order], starts)
 
