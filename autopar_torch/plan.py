@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import os
+from functools import cached_property
 from typing import Literal, get_args
 
 import msgspec
@@ -18,7 +20,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Precision = Literal["float32", "bfloat16"]
 
 
-class Sharding(Struct, frozen=True):
+class Sharding(Struct, frozen=True, dict=True):
     """How one kind is split on a mesh: a strategy per op, a form per shared value (texts)."""
 
     kind: str
@@ -27,6 +29,13 @@ class Sharding(Struct, frozen=True):
     forms: dict[str, str]
     cost_s: float = 0.0
     kept_bytes: int = 0
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for shardings that run the same program."""
+        text = repr((self.mesh, sorted(self.ops.items()), sorted(self.forms.items())))
+        mesh = "x".join(map(str, self.mesh))
+        return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 class Stage(Struct, frozen=True):

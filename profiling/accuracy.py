@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
 
 from accuracy_scores import draw, figures, show, table  # noqa: E402
+from host import until_calm, wanted  # noqa: E402
 
 Plans = dict[str, dict[str, Any]]
 PLANS: dict[int, Plans] = {
@@ -154,8 +155,9 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
         side.step()
         side.step()
     measuring = session_for(sides)
-    order = list(sides)
+    order, gather = list(sides), next(iter(sides.values())).model.world.gather
     for k in range(rounds):
+        before = wanted()
         for _ in range(LEAST):  # every turn of a backward
             measuring.round()
         random.Random(k).shuffle(order)
@@ -163,6 +165,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
             sides[name].timed()
             if k % RECORD_EVERY == 0:
                 sides[name].recorded()
+        until_calm(before, lambda seen: max(gather(seen)))
     profile = measuring.profile()
     rows = [{"plan": name} | row(side, profile, num_rows) for name, side in sides.items()]
     if dist.get_rank() == 0:

@@ -6,22 +6,15 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from host import MOST_STOLEN, stolen, wanted
 from ranks import RankFailed
 
 TRIES = 3
 PAUSE_S = 5
-MOST_STOLEN = 0.1  # of what was wanted of the cores, while a claim was looked at
-
-
-def wanted() -> tuple[int, int]:
-    """Ticks of cores that programs here wanted, and how many of them the host gave to others."""
-    _, user, nice, system, _, _, irq, soft, stolen, *_ = Path("/proc/stat").read_text().split()
-    return sum(map(int, (user, nice, system, irq, soft, stolen))), int(stolen)
 
 
 @contextlib.contextmanager
@@ -33,8 +26,7 @@ def judged() -> Iterator[None]:
     except RankFailed:
         raise
     except AssertionError:
-        ticks, stolen = (now - then for now, then in zip(wanted(), before, strict=True))
-        if (share := stolen / max(ticks, 1)) > MOST_STOLEN:
+        if (share := stolen(before)) > MOST_STOLEN:
             pytest.skip(f"the host took {share:.0%} of the cores, more than {MOST_STOLEN:.0%}")
         raise
 

@@ -6,6 +6,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -197,6 +198,7 @@ class _Hunt:
         """Its cuts with their bounds."""
         pricer = Pricer(self.tables, candidate, self.num_rows)
 
+        @cache
         def fits(stage: int, first: int, end: int) -> bool:
             return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from .memory import lasting, staying
 from .space import SCHEDULES, Candidates
 from .tables import Array, Ints, Tables
 
-FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # columns of a program
+FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING = range(6)  # fields of a program
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently
 NEARLY = 0.9  # blocks of programs that take so much of the most common one count with it
 TINY = 1e-9  # seconds or bytes, instead of a division by zero
@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 class _Space:
-    """The candidates as columns, and what every program of theirs costs (candidate x program)."""
+    """The candidates as columns, and what every program of theirs costs (program x candidate)."""
 
     COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
                "split", "hurries", "counts", "costs", "added", "added_most", "common",
@@ -44,7 +44,7 @@ class _Space:
         self.hurries = ((self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
                         & (self.recompute == 0))  # fmt: skip
         self.programs = max(len(keys) for keys, _ in tables.programs)
-        self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))[self.option]
+        self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1])).take(self.option, 1)
         self.costs = self._costs()
         self.added, self.added_most = _per_micro_batch(self)
         common = [int(np.bincount(which).argmax()) for _, which in tables.programs]
@@ -56,78 +56,81 @@ class _Space:
         space = copy.copy(self)
         space.found = self.found[chosen]
         for name in self.COLUMNS:
-            setattr(space, name, getattr(self, name)[chosen])
+            setattr(space, name, getattr(self, name).take(chosen, -1))
         return space
 
     def per_option(self, values: object) -> Array:
-        """A row of numbers per option, padded to the most programs."""
-        found = np.zeros((len(self.tables.options), self.programs))
-        for option in range(len(found)):
-            row = values(option)  # type: ignore[operator]
-            found[option, : len(row)] = row
+        """A column of numbers per option, padded to the most programs."""
+        found = np.zeros((self.programs, len(self.tables.options)))
+        for option in range(len(self.tables.options)):
+            column = values(option)  # type: ignore[operator]
+            found[: len(column), option] = column
         return found
 
     def by(self, *columns: Array | Ints) -> tuple[Ints, Ints]:
         """(one candidate of each combination of these columns, the combination of each)."""
-        code: Any = np.zeros(len(self.found), dtype=np.int64)
+        code, none = np.zeros(len(self.found), dtype=np.int64), len(self.found)
         for column in columns:
             code = code * (int(column.max()) + 1) + column
-        _, first, which = np.unique(code, return_index=True, return_inverse=True)
-        return first, which.reshape(-1)
+        seen = np.full(int(code.max()) + 1, none)
+        seen[code] = np.arange(none)
+        codes = np.flatnonzero(seen < none)
+        found = seen[codes]
+        seen[codes] = np.arange(len(codes))
+        return found, seen[code]
 
     def _costs(self) -> Array:
-        """Candidate x program x column: what a micro-batch costs, gathers of ZeRO 3 included."""
+        """Field x program x candidate: what a micro-batch costs, gathers of ZeRO 3 included."""
         first, which = self.by(self.option, self.rows, self.recompute)
-        table = np.zeros((len(first), self.programs, 6))
+        table = np.zeros((6, self.programs, len(first)))
         for row, i in enumerate(first):
             own = self.tables.columns(int(self.option[i]), int(self.rows[i]),
                                       bool(self.recompute[i]))  # fmt: skip
-            table[row, : len(own)] = own[:, :6]
-        costs = table[which]
-        gathers = self._gathers()[:, :, None]
-        costs[:, :, [FORWARD, BACKWARD, INPUT]] += gathers
+            table[:, : len(own), row] = own.T[:6]
+        costs = table.take(which, 2)
+        costs[: INPUT + 1] += self._gathers()
         return costs
 
     def _gathers(self) -> Array:
         """ZeRO 3: seconds of gathering the parameters of a block of every program."""
         leaf = self.per_option(lambda o: self.tables.least(o, self.tables.params(o).leaf))
-        first, which = self.by(self.option, self.pp, self.dp, self.zero)
+        first, which = self.by(self.option, self.dp, self.zero)
         meet_s = self.tables.profile.profile.overheads.meet_s
-        table = np.zeros((len(first), self.programs))
+        table = np.zeros((self.programs, len(first)))
         for row, i in enumerate(first):
             if self.zero[i] == 3 and self.dp[i] > 1:
                 curve = self.team("gather", int(i))
-                table[row] = [curve.seconds(size) + meet_s if size else 0.0
-                              for size in leaf[self.option[i]]]  # fmt: skip
-        return table[which]
+                table[:, row] = [curve.seconds(size) + meet_s if size else 0.0
+                                 for size in leaf[:, self.option[i]]]  # fmt: skip
+        return table.take(which, 1)
 
     def _held(self) -> Array:
         """What lasts and all gradients; of a block of the most common program (the least of them)
         what lasts, and of its gradients what stays."""
         tables, copies = self.tables, self.tables.precision == "bfloat16"
         first, which = self.by(self.option, self.dp, self.zero)
-        found = np.zeros((len(first), 3))
+        found = np.zeros((3, len(first)))
         for option, (_, programs) in enumerate(tables.programs):
             rows = np.flatnonzero(self.option[first] == option)
             if len(rows):
                 zero, dp = self.zero[first[rows]][:, None], self.dp[first[rows]][:, None]
                 params, alike = tables.params(option), programs == self.common[first[rows[0]]]
                 stays, least = lasting(zero, dp, params, copies), params.trained[alike].min()
-                found[rows, 0] = stays.sum(axis=1) + tables.totals(option).trained
-                found[rows, 1] = stays[:, alike].min(axis=1)
-                found[rows, 2] = (least * staying(zero, dp))[:, 0]
-        return found[which]
+                found[0, rows] = stays.sum(axis=1) + tables.totals(option).trained
+                found[1, rows] = stays[:, alike].min(axis=1)
+                found[2, rows] = (least * staying(zero, dp))[:, 0]
+        return found.take(which, 1)
 
     def backward(self) -> Array:
-        """Candidate x program: seconds of a whole backward, both parts where it is split; where
+        """Program x candidate: seconds of a whole backward, both parts where it is split; where
         the last one is, no more than either takes."""
-        whole, parts = self.costs[:, :, BACKWARD], self.costs[:, :, [INPUT, WEIGHT]].sum(axis=2)
-        both = np.where(self.hurries[:, None], np.minimum(parts, whole), whole)
-        return np.where(self.split[:, None], parts, both)
+        whole, parts = self.costs[BACKWARD], self.costs[INPUT] + self.costs[WEIGHT]
+        both = np.where(self.hurries, np.minimum(parts, whole), whole)
+        return np.where(self.split, parts, both)
 
     def early(self) -> Array:
-        """Candidate x program: the least that the position before waits for."""
-        return np.minimum(self.costs[:, :, INPUT], self.costs[:, :, BACKWARD])
+        """Program x candidate: the least that the position before waits for."""
+        return np.minimum(self.costs[INPUT], self.costs[BACKWARD])
 
     def team(self, op: str, i: int) -> Curve:
         """Of the ranks that share the first stage of a candidate."""
@@ -150,11 +153,11 @@ class Bounded:
         """By blocks alone: seconds that the average position is busy, or the chain through one that
         is no less busy (see `_pipeline`)."""
         space = self.space
-        p, m, split, forward = space.pp, space.count, space.split, space.costs[:, :, FORWARD]
+        p, m, split, forward = space.pp, space.count, space.split, space.costs[FORWARD]
         work = forward + space.backward() + space.added
-        total, ahead, early = ((space.counts * part).sum(axis=1)
+        total, ahead, early = ((space.counts * part).sum(axis=0)
                                for part in (work, forward, space.early()))  # fmt: skip
-        phi = _ratio(forward, work, (space.counts > 0) & (work > 0)).max(axis=1)
+        phi = _ratio(forward, work, (space.counts > 0) & (work > 0)).max(axis=0)
         first = np.where(space.schedule == SCHEDULES.index("gpipe"), 1, np.minimum(m, p))
         left = m - np.where(split, first, first - 1) * phi - ~split
         chain = ahead + np.where(split, 0.0, early) + np.maximum(left, 0.0) * total / p
@@ -215,28 +218,28 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
     counts, costs, split = space.counts, space.costs, space.split
     least, most = space.added, space.added_most
-    forward = costs[:, :, FORWARD]
+    forward = costs[FORWARD]
     work = forward + space.backward() + least
     extra_f, extra = over.action_s + over.micro_batch_s, 2 * over.action_s + over.micro_batch_s
     stages = p * space.virtual
-    total = (counts * work).sum(axis=1) + stages * extra
-    ahead = (counts * forward).sum(axis=1) + stages * extra_f
+    total = (counts * work).sum(axis=0) + stages * extra
+    ahead = (counts * forward).sum(axis=0) + stages * extra_f
     used = (counts > 0) & (work > 0)
-    phi = _ratio(forward, work, used).max(axis=1)
+    phi = _ratio(forward, work, used).max(axis=0)
     phi = np.maximum(phi, extra_f / extra if extra else 0.0)
     slowest = work + most - least
-    iota = np.where(used, _ratio(costs[:, :, INPUT], slowest, used), 1.0).min(axis=1)
+    iota = np.where(used, _ratio(costs[INPUT], slowest, used), 1.0).min(axis=0)
     iota = np.where(split, np.minimum(iota, over.action_s / extra if extra else 1.0), 0.0)
     there, back = _messages(space)
     name = space.schedule
-    early = (counts * space.early()).sum(axis=1) + stages * over.action_s
+    early = (counts * space.early()).sum(axis=0) + stages * over.action_s
     base = np.where(split, ahead + there,
                     np.where(space.hurries, ahead + early, total) + there + back)  # fmt: skip
     factor, first = _spread(space, phi, iota)
     longest = _slowest(space, work) + space.virtual * extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
-    drained = _drained(space, work, total, longest, phi) - (counts * least).sum(axis=1)
+    drained = _drained(space, work, total, longest, phi) - (counts * least).sum(axis=0)
     alone = m * longest + np.where(space.hurries, 0.0, bucket)
     chains = np.where(plain, base + followed, total + there + back)
     chains = np.maximum(chains, drained + there + back)
@@ -245,7 +248,7 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
 
 
 def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
-    """Candidate x program: `per_micro_batch` of its blocks, the least and the most of them."""
+    """Program x candidate: `per_micro_batch` of its blocks, the least and the most of them."""
     tables = space.tables
     add = tables.profile.profile.overheads.add_s_per_byte
     adding = (
@@ -253,19 +256,20 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
         -add * space.per_option(lambda o: tables.least(o, -tables.params(o).trained)),
     )
     sums = (space.zero >= 2) & (space.dp > 1)
-    first, which = space.by(space.option, space.pp, space.dp, sums.astype(int))
-    found = np.zeros((2, len(first), space.programs))  # least and most of the sums
+    first, which = space.by(space.option, space.dp, sums.astype(int))
+    found = np.zeros((2, space.programs, len(first)))  # least and most of the sums
     for row in np.flatnonzero(sums[first]):
         i = int(first[row])
         option = int(space.option[i])
         seconds = summing(tables, space.found[i])
         least = tables.least(option, seconds)
-        found[0, row, : len(least)] = least
-        found[1, row, : len(least)] = -tables.least(option, -seconds)
-    share = ((space.count - 1) / space.count)[:, None]
-    once = np.where(space.zero[:, None] == 3, 1.0, share)
-    stays = share * staying(space.zero, space.dp)[:, None]
-    least, most = (adding[k][space.option] * stays + found[k][which] * once for k in range(2))
+        found[0, : len(least), row] = least
+        found[1, : len(least), row] = -tables.least(option, -seconds)
+    share = (space.count - 1) / space.count
+    once = np.where(space.zero == 3, 1.0, share)
+    stays = share * staying(space.zero, space.dp)
+    least, most = (adding[k].take(space.option, 1) * stays + found[k].take(which, 1) * once
+                   for k in range(2))
     return least, most
 
 
@@ -277,14 +281,14 @@ def _spread(space: _Space, phi: Array, iota: Array) -> tuple[Array, Array]:
     """(K, c_0) of every candidate: see `_pipeline`."""
     p, m, split = space.pp, space.count, space.split
     gpipe = space.schedule == SCHEDULES.index("gpipe")
-    k = np.arange(p.max(initial=1))
-    ahead = np.where(gpipe[:, None], 1, np.minimum(m[:, None], p[:, None] - k))
-    done = np.where(split[:, None], ahead, ahead - 1) * phi[:, None]
-    c = m[:, None] - done - ~split[:, None]
-    own = np.where(k < p[:, None], 1 / np.maximum(c, TINY), 0.0)
+    k = np.arange(p.max(initial=1))[:, None]
+    ahead = np.where(gpipe, 1, np.minimum(m, p - k))
+    done = np.where(split, ahead, ahead - 1) * phi
+    c = m - done - ~split
+    own = np.where(k < p, 1 / np.maximum(c, TINY), 0.0)
     weights = own.copy()  # times 1 - iota (u_0 + .. + u_(k-1)), a product of such differences
-    weights[:, 1:] *= np.maximum(0.0, 1 - iota[:, None] * own).cumprod(axis=1)[:, :-1]
-    return 1 / weights.sum(axis=1), c[:, 0]
+    weights[1:] *= np.maximum(0.0, 1 - iota * own).cumprod(axis=0)[:-1]
+    return 1 / weights.sum(axis=0), c[0]
 
 
 def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Array) -> Array:
@@ -293,17 +297,17 @@ def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Arra
     those of the sum of all u_k, multiplied out from the first position on.)"""
     p, m = space.pp, space.count
     used = (space.counts > 0) & (work > 0)
-    delta = _ratio(space.backward() - space.early(), work, used).max(axis=1)
+    delta = _ratio(space.backward() - space.early(), work, used).max(axis=0)
     alone = np.maximum(0.0, m - 1 - (p - 1) * np.maximum(phi, delta)) * longest
     found = np.full(len(p), -np.inf)
     i = np.flatnonzero(space.hurries & (m >= p))
-    k = np.arange(p[i].max(initial=1))
-    inside, less = k < p[i, None], np.where(k, delta[i, None], 0.0)
-    rate = (m[i] - 1)[:, None] - (p[i, None] - k - 1) * phi[i, None] - less
-    proven = (~inside | (rate > TINY)).all(axis=1)
-    weights = np.where(inside & proven[:, None], 1 / np.where(rate > TINY, rate, 1.0), 0.0)
-    weights[:, 1:] *= (1 + less * weights)[:, :-1].cumprod(axis=1)
-    factor = np.where(proven, 1 / np.maximum(weights.sum(axis=1), TINY), 0.0)
+    k = np.arange(p[i].max(initial=1))[:, None]
+    inside, less = k < p[i], np.where(k, delta[i], 0.0)
+    rate = m[i] - 1 - (p[i] - k - 1) * phi[i] - less
+    proven = (~inside | (rate > TINY)).all(axis=0)
+    weights = np.where(inside & proven, 1 / np.where(rate > TINY, rate, 1.0), 0.0)
+    weights[1:] *= (1 + less * weights)[:-1].cumprod(axis=0)
+    factor = np.where(proven, 1 / np.maximum(weights.sum(axis=0), TINY), 0.0)
     found[i] = total[i] + np.maximum(total[i] * factor, alone[i])
     return found
 
@@ -311,7 +315,7 @@ def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Arra
 def _messages(space: _Space) -> tuple[Array, Array]:
     """Seconds of the cheapest messages over all borders between positions, there and back."""
     tables = space.tables
-    first, which = space.by(space.option, space.rows, space.pp)
+    first, which = space.by(space.by(space.option, space.rows)[1], space.pp)
     found = np.zeros((len(first), 2))
     known: dict[tuple[int, tuple[float, ...]], list[float]] = {}
     rows = zip(space.option[first].tolist(), space.rows[first].tolist(), space.pp[first].tolist(),
@@ -346,17 +350,15 @@ def _slowest(space: _Space, work: Array) -> Array:
     w min(ceil((n+q) / p) + r, ceil((n+q+1) / p)). Any w will do; that of the most common block or
     one nearly as long makes most of it.
     """
-    counts, p = space.counts, space.pp[:, None]
+    counts, p = space.counts, space.pp
     used = np.where(counts > 0, work, 0.0)
-    usual = np.take_along_axis(work, counts.argmax(axis=1)[:, None], axis=1)
-    w = np.where(used >= NEARLY * usual, work, np.inf).min(axis=1, keepdims=True)
-    w = np.maximum(w, TINY)
-    n = np.where(used >= w, counts, 0).sum(axis=1, keepdims=True)
+    usual = work[space.common, np.arange(len(p))]
+    w = np.maximum(np.where(used >= NEARLY * usual, work, np.inf).min(axis=0), TINY)
+    n = np.where(used >= w, counts, 0).sum(axis=0)
     other = np.where(used >= w, used - w, used) / w
     q = np.floor(other)
     places = np.minimum(np.ceil((n + q) / p) + other - q, np.ceil((n + q + 1) / p))
-    return np.maximum((counts * work).sum(axis=1) / space.pp,
-                      (w * places).max(axis=1) / ROUNDING)  # fmt: skip
+    return np.maximum((counts * work).sum(axis=0) / p, (w * places).max(axis=0) / ROUNDING)
 
 
 def _outside(space: _Space) -> tuple[Array, Array]:
@@ -364,7 +366,7 @@ def _outside(space: _Space) -> tuple[Array, Array]:
     the first stage ends with a whole backward, the sum of its last bucket, which holds block 0."""
     over = space.tables.profile.profile.overheads
     # what ZeRO 1 and 2 do here is the same
-    first, which = space.by(space.option, space.pp, space.dp, space.zero - (space.zero >= 2))
+    first, which = space.by(space.option, space.dp, space.zero - (space.zero >= 2))
     found, bucket = np.zeros(len(first)), np.zeros(len(first))
     for row, i in enumerate(first):
         c = space.found[i]
@@ -391,10 +393,10 @@ def _memory(space: _Space, capacity: float) -> tuple[Array, NDArray[np.bool_]]:
     working memory of such a block comes on top. Blocks are whole: position k has place for no more
     than floor(room / r_k) of them, and together the positions need place for n.
     """
-    mean, own, grads = space.held.T
-    lines, chosen = np.arange(len(space.found)), space.common
-    kept, working = space.costs[lines, chosen, KEPT], space.costs[lines, chosen, WORKING]
-    count = space.counts[lines, chosen]
+    mean, own, grads = space.held
+    own_program = space.common, np.arange(len(space.found))
+    kept, working = space.costs[KEPT][own_program], space.costs[WORKING][own_program]
+    count = space.counts[own_program]
     fixed = space.tables.profile.profile.overheads.fixed_bytes
     room = np.maximum(0.0, capacity - fixed - working)
     each = own + np.where(space.count > 1, grads, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -126,11 +127,12 @@ class Tables:
         """The distinct lines between neighbours of a pipeline, and after which stages each lies."""
         key = (tp, pp, num_stages)
         if key not in self._hops:
-            places: dict[Curve, list[int]] = {}
+            places: dict[int, tuple[Curve, list[int]]] = {}
             for s in range(num_stages - 1):
                 here, there = s % pp * tp, (s + 1) % pp * tp
-                places.setdefault(self.curve("send", here, there - here, 2), []).append(s)
-            self._hops[key] = [(curve, np.array(after)) for curve, after in places.items()]
+                curve = self.curve("send", here, there - here, 2)
+                places.setdefault(id(curve), (curve, []))[1].append(s)
+            self._hops[key] = [(curve, np.array(after)) for curve, after in places.values()]
         return self._hops[key]
 
     def free_cuts(self, key: tuple[object, ...], seconds: Array, num_stages: int) -> FreeCuts:
@@ -189,8 +191,7 @@ class Tables:
             known: dict[int, list[float]] = {}
             seen: set[str] = set()
             rows = []
-            for i, block in enumerate(self.graph.blocks):
-                names = [n for n in block.params.values() if len(self._users[n]) > 1]
+            for i, names in enumerate(self._shared):
                 row = known.get(int(which[i])) if not names else None
                 if row is None:
                     row = self._sizes(i, self.options[option].shardings[i], seen)
@@ -226,12 +227,11 @@ class Tables:
         return [held, trained, leaf, largest, number]
 
     @cached_property
-    def _users(self) -> dict[str, list[int]]:
-        users: dict[str, list[int]] = {}
-        for i, block in enumerate(self.graph.blocks):
-            for name in block.params.values():
-                users.setdefault(name, []).append(i)
-        return users
+    def _shared(self) -> list[list[str]]:
+        """Per block: its parameters that others use too."""
+        users = Counter(name for block in self.graph.blocks for name in block.params.values())
+        return [[name for name in block.params.values() if users[name] > 1]
+                for block in self.graph.blocks]  # fmt: skip
 
     def sends(self, option: int, rows: int) -> tuple[Array, Array]:
         """Per border: bytes forward, bytes of gradients backward, per device."""

@@ -53,6 +53,7 @@ class AssumedLookup(Lookup):
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
         self._assumed: dict[tuple[str, int, int, int], Assumed] = {}
+        self._alike: dict[Assumed, Assumed] = {}  # equal ones are one, known by its identity
         sizes = {len(node) for node in profile.cluster.nodes}
         self._per_node = sizes.pop() if len(sizes) == 1 else profile.cluster.num_devices
 
@@ -63,7 +64,8 @@ class AssumedLookup(Lookup):
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         key = (op, len(ranks), step, ranks[0] % self._per_node)  # nodes are alike, or all one
         if key not in self._assumed:
-            self._assumed[key] = assumed(op, ranks, cluster)
+            made = assumed(op, ranks, cluster)
+            self._assumed[key] = self._alike.setdefault(made, made)
         return self._assumed[key]  # type: ignore[return-value]
 
 
