@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
 
 from accuracy_scores import draw, figures, show, table  # noqa: E402
-from host import until_calm, wanted  # noqa: E402
+
+from host import calmly  # noqa: E402
 
 Plans = dict[str, dict[str, Any]]
 PLANS: dict[int, Plans] = {
@@ -61,6 +62,7 @@ PLANS: dict[int, Plans] = {
 }  # fmt: skip
 NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
 DRAWS = 15  # of the simulator, where times vary
+LIMIT_S = 3600  # of a case: spells in which the host takes the cores are waited out
 RECORD_EVERY = 2  # rounds; recorded steps are not timed
 
 
@@ -147,25 +149,26 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     pin()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    world = dist.get_world_size()
-    plans = {n: p for n, p in PLANS[world].items() if not names or n in names}
+    plans = {n: p for n, p in PLANS[dist.get_world_size()].items() if not names or n in names}
     sides = {name: Side(MODELS[model], degrees) for name, degrees in plans.items()}
     num_rows = next(iter(next(iter(sides.values())).batch.values())).shape[0]
     for side in sides.values():
         side.step()
         side.step()
     measuring = session_for(sides)
-    order, gather = list(sides), next(iter(sides.values())).model.world.gather
+    order, world = list(sides), next(iter(sides.values())).model.world
+
+    def worst(share: float) -> float:
+        return max(world.gather(share))
+
     for k in range(rounds):
-        before = wanted()
         for _ in range(LEAST):  # every turn of a backward
-            measuring.round()
+            calmly(measuring.round, worst)
         random.Random(k).shuffle(order)
         for name in order:
-            sides[name].timed()
+            calmly(sides[name].timed, worst)
             if k % RECORD_EVERY == 0:
                 sides[name].recorded()
-        until_calm(before, lambda seen: max(gather(seen)))
     profile = measuring.profile()
     rows = [{"plan": name} | row(side, profile, num_rows) for name, side in sides.items()]
     if dist.get_rank() == 0:
@@ -212,7 +215,7 @@ def launch(command: list[str], world: int, bits_per_s: float) -> None:
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = ["torchrun", "--standalone", "--nproc-per-node", str(world), *command[1:]]
-    subprocess.run(started, env=environment, check=True, timeout=1500)
+    subprocess.run(started, env=environment, check=True, timeout=LIMIT_S)
 
 
 def run_case(model: str, world: int, network: str, rounds: int, names: list[str],

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from netlab import Lab, Node
 
-TIMEOUT_S = 1500
+TIMEOUT_S = 3600
 
 
 def nodes(count: int, rate_mbps: float) -> list[Node]:

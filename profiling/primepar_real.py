@@ -31,9 +31,12 @@ from autopar_torch.run import world
 from autopar_torch.shard.spatial import RankRing
 from autopar_torch.timeline import COMM, COMPUTE
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
-from models import MODELS
+from models import MODELS  # noqa: E402
+
+from host import calmly  # noqa: E402
 
 SIDES = ("never", "always", "free")
 TOLERANCE = 1e-4  # of losses after some steps of AdamW
@@ -133,9 +136,10 @@ def text(r: Row) -> str:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     sides = {name: Side(name, options) for name in SIDES}
+    everyone = sides["never"].model.world
     for index in range(options.steps + WARM):
         for side in sides.values():
-            side.step()
+            calmly(side.step, lambda seen: max(everyone.gather(seen)))
             if index < WARM:
                 side.seconds.clear()
     rows = [row(n, s, sides["never"], 0) for n, s in sides.items()]
@@ -172,7 +176,7 @@ def lab_main(options: argparse.Namespace) -> int:
     for model, rate in itertools.product(options.models, options.rates):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "cell.json"
-            command = [sys.executable, str(Path(__file__).with_name("primepar.py")), "--real",
+            command = [sys.executable, str(HERE / "primepar.py"), "--real",
                        "--model", model, "--json", str(out), *sizes(options)]  # fmt: skip
             run_in_lab(command, options.nodes, rate * 1e6, per_node)
             rows = json.loads(out.read_text())

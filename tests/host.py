@@ -22,14 +22,15 @@ def stolen(before: tuple[int, int]) -> float:
     return taken / max(ticks, 1)
 
 
-def until_calm(before: tuple[int, int], worst: Callable[[float], float]) -> float:
-    """Where too much was taken since `before`, wait for the spell to end, though not for ever; the
-    share that was taken last. `worst` of what all ranks saw, who must all call this."""
+def calmly(work: Callable[[], None], worst: Callable[[float], float]) -> None:
+    """Some work; where too much was taken meanwhile, the end of the spell is waited for, though not
+    for ever. `worst` of what all ranks saw, who must all call this."""
+    before = wanted()
+    work()
     share, begun = worst(stolen(before)), time.monotonic()
     while worst(time.monotonic() - begun) < PATIENCE_S and share > MOST_STOLEN:
         time.sleep(PAUSE_S)
         share = worst(_probed())
-    return share
 
 
 def _probed() -> float:

@@ -44,7 +44,8 @@ class _Space:
         self.hurries = ((self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
                         & (self.recompute == 0))  # fmt: skip
         self.programs = max(len(keys) for keys, _ in tables.programs)
-        self.counts = self.per_option(lambda o: np.bincount(tables.programs[o][1])).take(self.option, 1)
+        counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))
+        self.counts = counts.take(self.option, 1)
         self.costs = self._costs()
         self.added, self.added_most = _per_micro_batch(self)
         common = [int(np.bincount(which).argmax()) for _, which in tables.programs]
@@ -67,17 +68,19 @@ class _Space:
             found[: len(column), option] = column
         return found
 
-    def by(self, *columns: Array | Ints) -> tuple[Ints, Ints]:
-        """(one candidate of each combination of these columns, the combination of each)."""
-        code, none = np.zeros(len(self.found), dtype=np.int64), len(self.found)
+    def by(self, *columns: Ints) -> tuple[Ints, Ints]:
+        """(one candidate of each combination of these columns, the combination of each). With an
+        option goes `dp` or `pp`, as one tells the other."""
+        none = len(self.found)
+        code: Ints = np.zeros(none, dtype=np.int64)
         for column in columns:
             code = code * (int(column.max()) + 1) + column
         seen = np.full(int(code.max()) + 1, none)
         seen[code] = np.arange(none)
-        codes = np.flatnonzero(seen < none)
-        found = seen[codes]
-        seen[codes] = np.arange(len(codes))
-        return found, seen[code]
+        there = np.flatnonzero(seen < none)
+        first = seen[there]
+        seen[there] = np.arange(len(there))
+        return first, seen[code]
 
     def _costs(self) -> Array:
         """Field x program x candidate: what a micro-batch costs, gathers of ZeRO 3 included."""
@@ -268,8 +271,8 @@ def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
     share = (space.count - 1) / space.count
     once = np.where(space.zero == 3, 1.0, share)
     stays = share * staying(space.zero, space.dp)
-    least, most = (adding[k].take(space.option, 1) * stays + found[k].take(which, 1) * once
-                   for k in range(2))
+    adds = (adding[k].take(space.option, 1) * stays for k in range(2))
+    least, most = (own + found[k].take(which, 1) * once for k, own in enumerate(adds))
     return least, most
 
 
