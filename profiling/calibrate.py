@@ -53,8 +53,10 @@ def main() -> None:
     errors = log_errors(changed(found, values), jobs)
     print({name: round(value, 7) for name, value in values.items()})
     for source, own in errors.items():
-        left = f"   left out {alone(found, jobs, args.fields, source):6.1%}" * args.leave_out
-        print(f"  {source:22s}{len(own):4d} {size(own):6.1%}{left}")
+        print(f"  {source:22s}{len(own):4d} {size(own):6.1%}", end="")
+        if args.leave_out:
+            print(f"   left out {alone(found, jobs, args.fields, source):6.1%}", end="")
+        print()
     if args.write:
         write(changed(found, values))
 

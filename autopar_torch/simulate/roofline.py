@@ -14,11 +14,14 @@ from .transformer import Layout, Recipe, Transformer
 
 # Bytes moved per element of a [tokens, hidden] or [tokens, ffn] tensor in 16 bit. An operator reads
 # and writes; a backward reads its gradient and what was kept as well.
-NORM, ADD, DROPOUT, ROTARY, GELU, SWIGLU = 4.0, 6.0, 5.0, 4.0, 4.0, 6.0
-EAGER_NORM, EAGER_ROTARY, EAGER_GELU, EAGER_SWIGLU = 36.0, 16.0, 8.0, 10.0
+NORM, ADD, ROTARY, GELU, SWIGLU = 4.0, 6.0, 4.0, 4.0, 6.0
+MASK = 1.0  # of dropout within a sum
+EAGER_NORM, EAGER_ROTARY, EAGER_GELU, EAGER_SWIGLU, EAGER_DROPOUT = 36.0, 16.0, 8.0, 10.0, 5.0
 EAGER_COPY = 12.0  # queries, keys and values laid out anew
 EAGER_SOFTMAX = 2.2  # scale, mask and softmax one after another, the softmax in 32 bit
-SOFTMAX, SOFTMAX_BACKWARD = 11.0, 17.0  # scores written, scaled, masked, dropped, read: per score
+# Per score: written by a product, scaled and masked, dropped, read by a product. (What products
+# write is part of their speed, but these are only as deep as a head.)
+SOFTMAX, SOFTMAX_BACKWARD = 13.0, 19.0
 BACKWARD_BYTES = 2.0  # of a pass over memory, relative to its forward
 LOSS, EAGER_LOSS = 12.0, 30.0  # per logit, forward and backward
 CAST = 4.0  # an 8-bit copy and its transpose, per element of a product's input
@@ -27,7 +30,7 @@ CAUSAL = 0.5  # what a fused attention skips
 VOCAB_TILE = 128
 UNEVEN, ODD = 0.72, 0.5  # speed where widths are no multiple of 64, of 8
 ADAM = 46.0  # norm, clipping, update of weight and moments, a 16-bit copy, zeros: per parameter
-ACCUMULATE = 4.0  # a gradient is written in 16 bit and read, beside the sum it is added to
+ACCUMULATE = 2.0  # a gradient is read in 16 bit, beside the sum it is added to
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,8 @@ class Worker:
         """What only moves bytes: norms, residuals, rotation, activation, casts."""
         m, t, n, r = self.model, self.layout.tp, self.tokens, self.recipe
         norm = EAGER_NORM if m.gated and not r.fused else NORM
-        outer = self.between * 2 * (norm + ADD + (DROPOUT if r.dropout else 0.0))
+        drop = (MASK if r.fused else EAGER_DROPOUT) if r.dropout else 0.0
+        outer = self.between * 2 * (norm + ADD + drop)
         act = ((SWIGLU if r.fused else EAGER_SWIGLU) if m.gated else
                GELU if r.fused else EAGER_GELU)  # fmt: skip
         rotary = (ROTARY if r.fused else EAGER_ROTARY) * (m.hidden + m.kv_width) if m.gated else 0.0
