@@ -18,7 +18,7 @@ setup(
     package_dir={"autopar_torch.hardware": "profiling/hardware"},
     package_data={"autopar_torch": ["py.typed"], "autopar_torch.hardware": ["*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
-    install_requires=["torch>=2.13.0", "numpy", "msgspec", "rich", "nvidia-ml-py"],
+    install_requires=["torch>=2.13.0", "numpy", "msgspec", "safetensors"],
     extras_require={
         "test": [
             "pytest",

@@ -68,7 +68,9 @@ def parallelize(
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
-        _tell_unused(limits, confirm, alone=plan is None)
+        alone = plan is None
+        _tell_unused(limits, confirm, _done_alone(limits) if alone else Constraints(),
+                     "there is one process" if alone else "a plan is given")  # fmt: skip
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         source = lambda: full_values(model, place, device, init_seed, weights)  # noqa: E731
@@ -124,8 +126,7 @@ def case(
     """What `plan` searches, so that it can be asked why, and what if."""
     limits = msgspec.structs.replace(_limits(constraints), precision=precision)
     traced, call = _traced(model, example_inputs, loss_fn, precision)
-    if _couples(traced) - {"batch_norm"}:
-        limits = msgspec.structs.replace(limits, dp=1)
+    limits = _uncoupled(limits, traced)
     num_rows = global_batch_size or call.num_rows
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
@@ -202,16 +203,18 @@ def _unsplit(limits: Constraints) -> Plan:
     return msgspec.structs.replace(plan, reason="one process")
 
 
-def _tell_unused(limits: Constraints, confirm: int, *, alone: bool) -> None:
-    """Say what was asked of a search that does not take place."""
-    usual, done = Constraints(), Constraints()
-    if alone:  # see `_unsplit`
-        done = msgspec.structs.replace(limits, tp=1, pp=1, dp=1, zero=0, memory_bytes=None,
-                                       rings="never")  # fmt: skip
+def _done_alone(limits: Constraints) -> Constraints:
+    """What `_unsplit` does of what was asked."""
+    return msgspec.structs.replace(limits, tp=1, pp=1, dp=1, zero=0, memory_bytes=None,
+                                   rings="never")  # fmt: skip
+
+
+def _tell_unused(limits: Constraints, confirm: int, done: Constraints, why: str) -> None:
+    """Say what was asked of a search that does not take place, and is not done all the same."""
+    usual = Constraints()
     names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
     names += ["confirm"] if confirm else []
     if names:
-        why = "there is one process" if alone else "a plan is given"
         log.warning("not honoured, as %s: %s", why, ", ".join(names))
 
 
@@ -236,9 +239,10 @@ def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
 
 
 def _limits(given: Constraints | Mapping[str, Any] | None) -> Constraints:
-    if given is None or isinstance(given, Constraints):
-        return given or Constraints()
-    return files.decode(files.encode(dict(given)), Constraints, where="constraints")
+    if given is None:
+        return Constraints()
+    asked = given if isinstance(given, Constraints) else dict(given)
+    return files.decode(files.encode(asked), Constraints, where="constraints")
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Constraints,
@@ -249,10 +253,13 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
         traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
     except TraceError as reason:
         equal = msgspec.structs.replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
+        if place.rank == 0:
+            done = Constraints(tp=1, pp=1, dp=place.size, zero=0, num_micro_batches=1,
+                               recompute=False)  # fmt: skip
+            _tell_unused(limits, confirm, done, "the model cannot be traced")
         fallback.adopt(parallel, equal, reason, loss_fn)
         return
-    if _couples(traced) - {"batch_norm"}:
-        limits = msgspec.structs.replace(limits, dp=1)
+    limits = _uncoupled(limits, traced)
     buffers = dict(parallel.module.named_buffers())
     kept = max(KEPT, confirm)
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits, kept)
@@ -262,7 +269,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
     parallel.adopt(found.plan, traced, call, source())
     if place.rank == 0:
         log.info("%s", summary(found))
-        _tell(found.plan)
+        _tell(found.plan, traced)
 
 
 def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | None,
@@ -289,12 +296,15 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
     plan = files.decode(place.agree(files.encode(plan)), Plan)
     parallel.adopt(plan, cast(Traced, traced), call, source())
     if place.rank == 0:
-        _tell(plan)
+        _tell(plan, cast(Traced, traced))
 
 
-def _tell(plan: Plan) -> None:
+def _tell(plan: Plan, traced: Traced) -> None:
     """Say what will run, and what of it was asked for in vain."""
     log.info("plan: %s", plan.describe())
+    if plan.shardings and traced.graph.replicated_ops:
+        log.info("whole on every rank of a tensor group, as no rule splits them: %s",
+                 ", ".join(traced.graph.replicated_ops))  # fmt: skip
     for sharding in plan.shardings:
         if not any("S" in text for text in sharding.ops.values()):
             log.warning("%s has no dim that %s devices can share, so each computes all of it",
@@ -311,6 +321,17 @@ def _check_rows(plan: Plan, traced: Traced) -> None:
             "batch cannot be shared out",
             where="Plan.replicas", fix="use one replica (dp=1) and num_micro_batches=1",
         )  # fmt: skip
+
+
+def _uncoupled(limits: Constraints, traced: Traced) -> Constraints:
+    """One replica where ops look at several rows at once, whatever was asked for."""
+    coupled = sorted(_couples(traced) - {"batch_norm"})
+    if not coupled:
+        return limits
+    if limits.dp not in (None, 1):
+        log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
+                    limits.dp, ", ".join(coupled))  # fmt: skip
+    return msgspec.structs.replace(limits, dp=1)
 
 
 def _couples(traced: Traced) -> set[str]:

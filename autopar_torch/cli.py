@@ -39,7 +39,7 @@ MODEL = "module:function or file.py:function that returns (model, inputs)"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status says how it went."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    own = given.index("--") if "--" in given else len(given)
+    own = 0 if given[:1] == ["run"] else len(given)  # what follows `run` is for others
     given[:own] = [re.sub("(?<=[a-z])_", "-", a) if a.startswith("--") and "=" not in a else a
                    for a in given[:own]]  # fmt: skip
     options = _parser().parse_args(given)
@@ -159,7 +159,7 @@ def _run(options: argparse.Namespace) -> int:
     from .plan import load_plan
 
     count = len(load_plan(options.plan).devices)
-    rest = [a for a in options.rest if a != "--"]
+    rest = options.rest[options.rest[:1] == ["--"] :]
     start = [] if any("nproc" in a or "nnodes" in a for a in rest) else [
         "--standalone", "--nproc-per-node", str(count)]  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", *start, *rest]

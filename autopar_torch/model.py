@@ -50,6 +50,7 @@ class Kind(Struct, frozen=True):
     flops_per_row: float
     couples_rows: tuple[str, ...] = ()  # ops that look at several rows at once (batch statistics)
     mutates: bool = False  # has side effects on buffers, so it must not be run twice
+    summed: tuple[str, ...] = ()  # outputs that are sums over the rows
 
 
 class Block(Struct, frozen=True):

@@ -180,8 +180,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return files.load(path, Plan)
 
 
-def check(plan: Plan, world_size: int) -> None:
-    """Refuse a plan that cannot run on so many processes, before anything is communicated."""
+def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
+    """Refuse a plan that cannot run on so many devices, before anything is communicated."""
     if not plan.replicas:
         raise PlanError("the plan has no replicas", where="Plan.replicas")
     if plan.schedule not in get_args(ScheduleName):
@@ -195,9 +195,9 @@ def check(plan: Plan, world_size: int) -> None:
     if plan.devices != tuple(range(world_size)):
         raise PlanError(
             f"the plan names {len(plan.devices)} devices {_short(plan.devices)}, "
-            f"but torchrun started {world_size} processes (0 to {world_size - 1})",
+            f"but {there} {world_size} (0 to {world_size - 1})",
             where="Plan.replicas[*].stages[*].devices",
-            fix=f"start it with --nproc-per-node {len(plan.devices)}, or choose degrees whose "
+            fix=f"take {len(plan.devices)} (torchrun --nproc-per-node), or choose degrees whose "
             f"product tp x pp x dp is {world_size}",
         )
     owner: dict[int, int] = {}
@@ -236,6 +236,9 @@ def _check_replica(replica: Replica, index: int) -> None:
 def fit(plan: Plan, graph: ModelGraph) -> Plan:
     """The plan with every stage border written down; refuse what the model cannot do."""
     replicas = tuple(_with_borders(replica, graph, r) for r, replica in enumerate(plan.replicas))
+    for r, replica in enumerate(replicas):
+        for s, stage in enumerate(replica.stages):
+            _check_shardings(plan, stage, graph, f"Plan.replicas[{r}].stages[{s}].shardings")
     coupled = sorted({op for kind in graph.kinds.values() for op in kind.couples_rows})
     if coupled and any(replica.num_micro_batches > 1 for replica in replicas):
         raise PlanError(
@@ -246,6 +249,28 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
             "layers in eval mode",
         )
     return msgspec.structs.replace(plan, replicas=replicas)
+
+
+def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:
+    """One for each block, of its kind and on the stage's mesh."""
+    first, last = stage.blocks or (0, 0)
+    numbers = stage.shardings
+    if numbers is None:
+        return
+    if len(numbers) != last - first:
+        raise PlanError(f"{len(numbers)} shardings for {last - first} blocks ({first}:{last})",
+                        where=where, fix="leave them out to have them found")  # fmt: skip
+    for block, number in enumerate(numbers, first):
+        if not -1 <= number < len(plan.shardings):
+            raise PlanError(f"sharding {number} of block {block}, but there are "
+                            f"{len(plan.shardings)}", where=where)  # fmt: skip
+        own = plan.shardings[number] if number >= 0 else None
+        if own and (own.kind, own.mesh) != (graph.blocks[block].kind, stage.axes):
+            raise PlanError(
+                f"block {block} is of {graph.blocks[block].kind} on {stage.axes}, its sharding "
+                f"{number} of {own.kind} on {own.mesh}",
+                where=where, fix="leave them out to have them found",
+            )  # fmt: skip
 
 
 def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:

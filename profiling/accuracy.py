@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "profiling"), str(ROOT)]
 
 from accuracy_scores import draw, figures, show, table  # noqa: E402
 
-from host import calmly  # noqa: E402
+from host import Calm  # noqa: E402
 
 Plans = dict[str, dict[str, Any]]
 PLANS: dict[int, Plans] = {
@@ -158,15 +158,13 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     measuring = session_for(sides)
     order, world = list(sides), next(iter(sides.values())).model.world
 
-    def worst(share: float) -> float:
-        return max(world.gather(share))
-
+    calmly = Calm(lambda share: max(world.gather(share)))
     for k in range(rounds):
         for _ in range(LEAST):  # every turn of a backward
-            calmly(measuring.round, worst)
+            calmly(measuring.round)
         random.Random(k).shuffle(order)
         for name in order:
-            calmly(sides[name].timed, worst)
+            calmly(sides[name].timed)
             if k % RECORD_EVERY == 0:
                 sides[name].recorded()
     profile = measuring.profile()

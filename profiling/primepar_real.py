@@ -36,7 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from models import MODELS  # noqa: E402
 
-from host import calmly  # noqa: E402
+from host import Calm  # noqa: E402
 
 SIDES = ("never", "always", "free")
 TOLERANCE = 1e-4  # of losses after some steps of AdamW
@@ -137,11 +137,16 @@ def text(r: Row) -> str:
 def measure(options: argparse.Namespace) -> list[Row]:
     sides = {name: Side(name, options) for name in SIDES}
     everyone = sides["never"].model.world
-    for index in range(options.steps + WARM):
+    calmly = Calm(lambda share: max(everyone.gather(share)))
+
+    def in_turn() -> None:
         for side in sides.values():
-            calmly(side.step, lambda seen: max(everyone.gather(seen)))
-            if index < WARM:
-                side.seconds.clear()
+            side.step()
+
+    for index in range(options.steps + WARM):
+        calmly(in_turn)
+        for side in sides.values() if index < WARM else ():
+            side.seconds.clear()
     rows = [row(n, s, sides["never"], 0) for n, s in sides.items()]
     for found, side in zip(rows, sides.values(), strict=True):
         found["peak_bytes"] = side.peak_bytes()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_STOLEN = 0.1
-PROBE_S, PAUSE_S, PATIENCE_S = 1.0, 4.0, 120.0
+PROBE_S, PAUSE_S, PATIENCE_S = 1.0, 4.0, 600.0
 
 
 def wanted() -> tuple[int, int]:
@@ -22,15 +22,21 @@ def stolen(before: tuple[int, int]) -> float:
     return taken / max(ticks, 1)
 
 
-def calmly(work: Callable[[], None], worst: Callable[[float], float]) -> None:
-    """Some work; where too much was taken meanwhile, the end of the spell is waited for, though not
-    for ever. `worst` of what all ranks saw, who must all call this."""
-    before = wanted()
-    work()
-    share, begun = worst(stolen(before)), time.monotonic()
-    while worst(time.monotonic() - begun) < PATIENCE_S and share > MOST_STOLEN:
-        time.sleep(PAUSE_S)
-        share = worst(_probed())
+class Calm:
+    """Does work of all ranks one after another. Where too much was taken meanwhile it waits for the
+    spell to end, for so long in all. `worst` of what all ranks saw, who must all call this."""
+
+    def __init__(self, worst: Callable[[float], float]) -> None:
+        self.worst, self.left_s = worst, PATIENCE_S
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        before = wanted()
+        work()
+        share = self.worst(stolen(before))
+        while share > MOST_STOLEN and self.left_s > 0:
+            time.sleep(PAUSE_S)
+            self.left_s -= PAUSE_S + PROBE_S  # the same on all ranks
+            share = self.worst(_probed())
 
 
 def _probed() -> float:

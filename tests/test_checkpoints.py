@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import autopar_torch as ap
 import oracle
 import zoo
-from autopar_torch.errors import CheckpointError
+from autopar_torch.errors import CheckpointError, RunError
 from ranks import run_ranks
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -76,6 +78,38 @@ def test_training_goes_on_under_any_other_plan_as_if_nothing_had_happened(tmp_pa
         found = run_ranks(n, "test_checkpoints:load_all", _of_size(n), list(PLANS), str(tmp_path))
         for what, losses in found[0].items():
             assert losses == pytest.approx(saved["one"], rel=1e-5), what
+
+
+def test_weights_of_another_model_are_refused_and_those_that_are_missing_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Loss(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    path, state = tmp_path / "own.safetensors", {"weight": torch.ones(4, 4)}
+
+    def start(tensors: dict[str, torch.Tensor]) -> Any:
+        save_file(tensors, str(path))
+        return ap.parallelize(Loss(4, 4), torch.zeros(2, 4), weights=path)
+
+    with pytest.raises(CheckpointError, match="none of the 2 tensors of the model is there"):
+        start({"other": torch.ones(4)})
+    with pytest.raises(CheckpointError, match=r"weight is \(2, 4\) there, \(4, 4\) here"):
+        start({"weight": torch.ones(2, 4)})
+    assert torch.equal(start(state).state_dict()["weight"], state["weight"])
+    assert "1 of 2 tensors are not in" in caplog.text
+
+
+def test_saving_needs_a_first_batch_and_groups_that_hold_the_same(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="before the first batch"):
+        ap.parallelize(zoo.build("gpt2")).save(tmp_path)
+    model, opt = _start({}, 0)
+    model.save(tmp_path, opt)
+    names = [name for name, _ in model.named_parameters()]
+    halves = [[p for i, p in enumerate(model.parameters()) if i % 2 == k] for k in (0, 1)]
+    with pytest.raises(CheckpointError, match=f"groups of {len(names)} parameters there"):
+        model.load(tmp_path, torch.optim.AdamW([{"params": half} for half in halves]))
 
 
 def test_what_is_no_checkpoint_or_of_another_model_is_refused(tmp_path: Path) -> None:

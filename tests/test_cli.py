@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar_torch import files, load_plan
+from autopar_torch import Plan, files, load_plan
 from autopar_torch.cli import main
 from autopar_torch.cluster import Cluster, Device, Link
 
@@ -74,6 +74,33 @@ def test_stdout_is_one_json_object(given: list[str], capsys: pytest.CaptureFixtu
     assert found["result"]["gap"] == 0
 
 
+def test_run_leaves_what_follows_as_it_is(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "plan.json")
+    main(["plan", *given, "--out", out])
+    assert main(["run", "--plan", out, "--print", "own.py", "--batch_size", "8", "--", "x"]) == 0
+    assert "--nproc-per-node 4 own.py --batch_size 8 -- x" in capsys.readouterr().err
+
+
+def test_a_plan_for_other_machines_or_edited_by_halves_is_refused(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.save(Plan.uniform(dp=8), tmp_path / "eight.json")
+    assert main(["simulate", str(tmp_path / "eight.json"), *given]) == 4
+    assert "names 8 devices" in capsys.readouterr().err
+    out = tmp_path / "plan.json"
+    main(["plan", *given, "--pin", "tp=2", "--pin", "pp=2", "--out", str(out)])
+    edited = json.loads(out.read_text())
+    stages = edited["replicas"][0]["stages"]
+    stages[0]["blocks"][1] += 1
+    stages[1]["blocks"][0] += 1
+    out.write_text(json.dumps(edited))
+    capsys.readouterr()
+    assert main(["simulate", str(out), *given]) == 4
+    assert "leave them out to have them found" in capsys.readouterr().err
+
+
 def test_exit_codes_say_what_went_wrong(
     given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +109,8 @@ def test_exit_codes_say_what_went_wrong(
     assert "nearest: tp=" in told.err and not told.out
     assert main(["plan", *given, "--pin", "tp=3"]) == 3
     assert main(["plan", *given, "--pin", "pipes=3"]) == 4
+    assert main(["plan", *given, "--pin", "zero=7"]) == 4
+    assert main(["plan", *given, "--pin", "tp=16"]) == 3
     assert main(["plan", "no.such.module:made", *given[1:]]) == 4
     assert main(["plan", given[0], "--cluster", "8xNothing"]) == 4
     with pytest.raises(SystemExit) as usage:

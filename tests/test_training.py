@@ -131,6 +131,27 @@ def claim_outputs_asked_for_are_those_of_the_whole_batch() -> None:
         assert _near(got.logits, want.logits) and _near(got.loss, want.loss), degrees
 
 
+class _TwoMeans(nn.Module):
+    """Another number of the batch beside its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.body(x)
+        return {"loss": y.square().mean(), "aux": y.abs().mean()}
+
+
+def claim_other_means_are_those_of_the_whole_batch_too() -> None:
+    x = torch.arange(48.0).reshape(6, 8) / 48
+    want = _TwoMeans()(x)["aux"]
+    for degrees in ({"pp": 2, "num_micro_batches": 3}, TP2, {"dp": 2, "num_micro_batches": 3}):
+        model = ap.parallelize(_TwoMeans(), plan=ap.Plan.uniform(**degrees), outputs=("aux",))
+        assert _near(model(x=x).aux, want), degrees
+
+
 def claim_state_dict_has_original_names_and_full_tensors() -> None:
     plain = zoo.build("nanogpt").state_dict()
     for degrees in (TP2, PP2, ZERO3):
@@ -380,6 +401,11 @@ def test_the_plan_of_an_untraceable_model_says_what_is_done(
     assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "float32"
     assert not parallel.plan.replicas[0].stages[0].recompute
     assert "cannot be traced: num_micro_batches, recompute, precision" in caplog.text
+
+
+def test_outputs_that_are_not_there_are_refused() -> None:
+    with pytest.raises(PlanError, match="returns no logit, only"):
+        ap.parallelize(zoo.build("gpt2"), outputs=("logit",))(**zoo.batch("gpt2", 4))
 
 
 def test_a_negative_number_of_plans_cannot_be_tried() -> None:

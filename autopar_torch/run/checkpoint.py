@@ -134,12 +134,13 @@ def save(model: ParallelModel, folder: str | os.PathLike[str],
          optimizer: torch.optim.Optimizer | None) -> None:  # fmt: skip
     """Every rank writes what it speaks for."""
     state = _model_state(model)
+    settings = None if optimizer is None else _settings(model, optimizer)
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
     with torch.no_grad():
         _quietly("save", lambda: dcp_save(state, checkpoint_id=str(folder), no_dist=_alone()))
-    if optimizer is not None and model.world.rank == 0:
-        files.save(_settings(model, optimizer), Path(folder) / _SETTINGS)
+    if settings is not None and model.world.rank == 0:
+        files.save(settings, Path(folder) / _SETTINGS)
     if not _alone():
         dist.barrier()
 
@@ -150,6 +151,9 @@ def _settings(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Optimiz
     for group in optimizer.param_groups:
         plain = {k: v for k, v in group.items() if isinstance(v, (int, float, bool, str, tuple))}
         groups.append(plain)
+        if any(id(p) not in names for p in group["params"]):
+            raise CheckpointError("the optimizer has parameters that are not the model's",
+                                  fix="make it of model.parameters()")  # fmt: skip
         members.append(tuple(names[id(p)] for p in group["params"]))
     return OptimizerSettings(tuple(groups), tuple(members))
 
@@ -211,10 +215,11 @@ def _empty_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimize
 
 
 def _load_settings(model: ParallelModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    settings = files.load(path, OptimizerSettings)
-    if len(settings.groups) != len(optimizer.param_groups):
+    settings, here = files.load(path, OptimizerSettings), _settings(model, optimizer)
+    if [set(own) for own in settings.names] != [set(own) for own in here.names]:
         raise CheckpointError(
-            f"{len(settings.groups)} parameter groups there, {len(optimizer.param_groups)} here",
+            f"groups of {', '.join(str(len(own)) for own in settings.names)} parameters there, of "
+            f"{', '.join(str(len(own)) for own in here.names)} here, or of others",
             where=str(path), fix="build the optimizer with the same groups",
         )  # fmt: skip
     for group, saved in zip(optimizer.param_groups, settings.groups, strict=True):

@@ -84,7 +84,7 @@ class _Step(nn.Module):
         grads = self._grads(parallel, loss) if train else []
         total = parallel.world.sum(loss.detach().clone())
         if train:
-            return hand_over(parallel._anchor, total, grads)
+            total = hand_over(parallel._anchor, total, grads)
         return total if not parallel.outputs else Outputs(loss=total)
 
     def _loss(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:

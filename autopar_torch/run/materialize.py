@@ -7,9 +7,11 @@ it is let go. Its values depend on the seed and the module's name only, so any p
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from ..errors import CheckpointError, RunError
 from .world import World
 
+log = logging.getLogger("autopar_torch")
 Source = Callable[[str], Tensor | None]
 
 
@@ -29,11 +32,14 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
     """Parameter or buffer name -> its full value, the same on every rank."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     read = None if weights is None else _reader(Path(weights))
+    if read is not None:
+        _tell_missing(set(model.state_dict()) & set(tensors), read, str(weights), world.rank)
     fill = _Initialiser(model, seed)
 
     def value(name: str) -> Tensor | None:
         found = None if read is None else read(name)
         if found is not None:
+            _check_shape(name, found, tensors[name], str(weights))
             return found.to(device=device, dtype=tensors[name].dtype)
         if tensors[name].is_meta:
             return fill(name).to(device)
@@ -43,6 +49,27 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
         return full
 
     return value
+
+
+def _tell_missing(names: set[str], read: Reader, where: str, rank: int) -> None:
+    """What is not there keeps the values that it would have anyway; that is said."""
+    missing = sorted(names - read.names)
+    if len(missing) == len(names):
+        raise CheckpointError(
+            f"none of the {len(names)} tensors of the model is there, but "
+            f"{', '.join(sorted(read.names)[:3]) or 'nothing'}",
+            where=where, fix="give weights that were saved from this model",
+        )  # fmt: skip
+    if missing and rank == 0:
+        log.warning("weights: %d of %d tensors are not in %s and are initialised as if none were "
+                    "given, first %s", len(missing), len(names), where,
+                    ", ".join(missing[:3]))  # fmt: skip
+
+
+def _check_shape(name: str, found: Tensor, own: Tensor, where: str) -> None:
+    if found.shape != own.shape:
+        raise CheckpointError(f"{name} is {tuple(found.shape)} there, {tuple(own.shape)} here",
+                              where=where)  # fmt: skip
 
 
 class _Initialiser:
@@ -117,10 +144,22 @@ def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
         module._buffers[key] = tensor
 
 
-def _reader(path: Path) -> Source:
-    """Reads single tensors of a safetensors file or folder, or of a saved checkpoint."""
+class Reader(NamedTuple):
+    """Reads single tensors; `names` are those that are there."""
+
+    names: frozenset[str]
+    read: Source
+
+    def __call__(self, name: str) -> Tensor | None:
+        return self.read(name)
+
+
+def _reader(path: Path) -> Reader:
+    """Of a safetensors file or folder, or of a saved checkpoint."""
     if (path / ".metadata").exists():
-        return lambda name: _from_checkpoint(path, name)
+        there = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        names = frozenset(key.removeprefix("model.") for key in there if key.startswith("model."))
+        return Reader(names, lambda name: _from_checkpoint(path, name))
     found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not found:
         raise CheckpointError("no safetensors file and no checkpoint there", where=str(path))
@@ -132,7 +171,7 @@ def _reader(path: Path) -> Source:
     def read(name: str) -> Tensor | None:
         return where[name].get_tensor(name) if name in where else None
 
-    return read
+    return Reader(frozenset(where), read)
 
 
 def _from_checkpoint(path: Path, name: str) -> Tensor | None:

@@ -73,6 +73,7 @@ class ParallelModel(nn.Module):
         self.outputs = tuple(outputs)
         self.retrace: Callable[[Call, bool, tuple[str, ...] | None], Traced] | None = None
         self._plan: Plan | None = None
+        self._store: ParamStore | None = None
         self._programs: dict[Any, Program] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.fallback_reason = ""
@@ -88,6 +89,18 @@ class ParallelModel(nn.Module):
                            fix="pass example_inputs= to parallelize")  # fmt: skip
         return self._plan
 
+    @property
+    def store(self) -> ParamStore:
+        """This rank's parts of the parameters."""
+        if self.fallback_reason:
+            raise RunError("the module was not traced, so it is whole on every rank",
+                           where=self.fallback_reason,
+                           fix="save and load its state_dict() with torch")  # fmt: skip
+        if self._store is None:
+            raise RunError("there are no parts of the parameters before the first batch",
+                           fix="pass example_inputs= to parallelize")  # fmt: skip
+        return self._store
+
     def adopt(self, plan: Plan, traced: Traced, call: Call,
               source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
@@ -98,7 +111,7 @@ class ParallelModel(nn.Module):
         stages = [s for replica in plan.replicas for s in replica.stages]
         self.world.make_groups(_axis_groups(plan))
         self.world.enter_lanes(pair for replica in plan.replicas for pair in neighbours(replica))
-        self.store = ParamStore(self.module, plan, graph, self.world, self.device)
+        self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
         mine = [s for s in stages if self.world.rank in s.devices]
         blocks = {b: list(graph.blocks[b].params.values())
@@ -234,7 +247,7 @@ class ParallelModel(nn.Module):
             value = values[name]
             if per_row:
                 full[start * per_row : end * per_row] = value
-            elif name == "loss":
+            elif state.is_summed(program.traced, name):
                 full += value
             elif start == 0:
                 full.copy_(value)

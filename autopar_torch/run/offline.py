@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .. import files
 from ..cluster import Cluster, Device, Link, named
-from ..plan import Plan, Precision, fit
+from ..errors import ProfileError
+from ..plan import Plan, Precision, check, fit
 from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
@@ -17,7 +18,7 @@ from ..simulate.needs import needs_of
 from ..trace import Traced
 from . import options as ways
 from .shardings import complete
-from .survey import MOST_TP, Known
+from .survey import MOST_TP, Known, digest
 
 Where = Cluster | Known | str | os.PathLike[str]
 MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines
@@ -39,16 +40,30 @@ def place_of(where: Where) -> Cluster | Known:
 def known_of(traced: Traced, num_rows: int, where: Where, limits: Constraints) -> Known:
     """What was measured, or what datasheets say."""
     place = place_of(where)
-    return place if isinstance(place, Known) else assumed(traced, num_rows, place, limits)
+    if isinstance(place, Known):
+        return _of_this(place, traced)
+    return assumed(traced, num_rows, place, limits)
+
+
+def _of_this(known: Known, traced: Traced) -> Known:
+    """What was measured, of no other model."""
+    if known.model and known.model != digest(traced.graph):
+        raise ProfileError(
+            "another model was measured, or this one in another precision", where="cluster",
+            fix="measure this one (autopar measure, with the same --precision)",
+        )  # fmt: skip
+    return known
 
 
 def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tuple[Plan, Profile]:
     """The plan with everything written down, and a profile that prices it."""
     place = place_of(where)
+    cluster = place.profile.cluster if isinstance(place, Known) else place
+    check(plan, cluster.num_devices, "the cluster has")
     whole = fit(plan, traced.graph)
     rows = max(1, num_rows // whole.num_micro_batches)
     if isinstance(place, Known):
-        return complete(whole, traced, rows), place.profile
+        return complete(whole, traced, rows), _of_this(place, traced).profile
     device = slowest(place)
     meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}

@@ -26,6 +26,10 @@ SMALL, LARGE = 4096.0, 2.0**20  # sizes that tell latency and bandwidth of a lin
 
 def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, ...]]:
     """Tensor groups that the constraints allow; with `rings="always"` those that have a square."""
+    if limits.tp and limits.tp > most:
+        raise SearchError(f"tp={limits.tp}, but tensor groups of more than {most} devices are not "
+                          "searched", where="constraints",
+                          fix="give such a plan: Plan.uniform(tp=...)")  # fmt: skip
     found = [m for m in _meshes(cluster, most) if limits.tp in (None, math.prod(m))]
     if limits.rings != "always":
         return found

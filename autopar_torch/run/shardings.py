@@ -63,11 +63,12 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
             own = priced or ordinary(len(stages[group[0]].axes), rows)
             solved = _solve(traced, [stages[s] for s in group], own, _whole_values(
                 traced.graph, replica, group), pins or {}, spatial)  # fmt: skip
-            numbers = iter([-1 if s is None else found.index(s) for s in solved])
+            numbers = [-1 if s is None else found.index(s) for s in solved]
+            start = (stages[group[0]].blocks or (0, 0))[0]
             for s in group:
                 first, last = stages[s].blocks or (0, 0)
                 if stages[s].shardings is None:
-                    indices = tuple(next(numbers) for _ in range(first, last))
+                    indices = tuple(numbers[first - start : last - start])
                     stages[s] = msgspec.structs.replace(stages[s], shardings=indices)
         replicas.append(msgspec.structs.replace(replica, stages=tuple(stages)))
     return msgspec.structs.replace(plan, replicas=tuple(replicas),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import CheckpointError
 from ..model import TensorInfo
@@ -27,6 +28,14 @@ def output_info(traced: Traced, name: str) -> TensorInfo:
                 return traced.graph.kinds[block.kind].outputs[slot]
     node = next(n for n in traced.prologue.nodes if n.name == value)
     return node.meta["info"]
+
+
+def is_summed(traced: Traced, name: str) -> bool:
+    """Whether parts of the batch give parts of an output that are to be added."""
+    value = traced.graph.outputs[name]
+    made = ((block, slot) for block in traced.graph.blocks for slot, v in block.outputs.items()
+            if v == value)  # fmt: skip
+    return name == "loss" or any(slot in traced.graph.kinds[b.kind].summed for b, slot in made)
 
 
 def num_holders(model: ParallelModel, held: Held) -> int:
@@ -92,6 +101,15 @@ def full_state(model: ParallelModel) -> dict[str, Any]:
     return result
 
 
+def _check_full(model: ParallelModel, state: Mapping[str, Any], first: Mapping[str, str]) -> None:
+    """Whatever is given has the shape of the full tensor."""
+    for name, known in first.items():
+        info = model.graph.params.get(known)
+        if info and name in state and tuple(state[name].shape) != info.shape:
+            raise CheckpointError(f"{name} is {tuple(state[name].shape)} there, {info.shape} here",
+                                  where="load_state_dict")  # fmt: skip
+
+
 def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> Any:
     """Full tensors in, this rank's parts kept."""
     own = model.module.state_dict(keep_vars=True)
@@ -105,11 +123,12 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
     if model._plan is None or model.fallback_reason:
         return model.module.load_state_dict(state, strict)
     names = {id(t): n for n, t in model.store.tensors.items()}
+    _check_full(model, state, {name: names.get(id(tensor), name) for name, tensor in own.items()})
     with torch.no_grad():
         for name, tensor in own.items():
             held = model.store.held.get(names.get(id(tensor), name))
             if name in state and held is not None:
                 tensor.copy_(model.store.cut(held, state[name].to(tensor.device)))
-            elif name in state and tensor.shape == state[name].shape:
+            elif name in state:
                 tensor.copy_(state[name])
-    return missing, extra
+    return _IncompatibleKeys(missing, extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,12 @@ class Known(Struct, frozen=True):
 
     options: tuple[Option, ...]
     profile: Profile
+    model: str = ""  # `digest` of the graph that was measured
+
+
+def digest(graph: ModelGraph) -> str:
+    """Names a model, and the precision that it computes with."""
+    return hashlib.sha256(files.encode(graph)).hexdigest()[:16]
 
 
 def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
@@ -55,7 +62,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     ways_known = _options(traced, call, world, device, cluster, limits)
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
-        return Known(tuple(ways_known), Profile(cluster, ()))
+        return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph))
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
                          look=seconds <= QUICK_S)  # fmt: skip
@@ -64,7 +71,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
                              seconds)  # fmt: skip
     name_noise(profile, world)
-    return Known(tuple(ways_known), profile)
+    return Known(tuple(ways_known), profile, digest(traced.graph))
 
 
 def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,

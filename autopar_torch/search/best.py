@@ -83,7 +83,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     if not found:
         raise SearchError(
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
-            where="constraints", fix="leave tp, pp, dp or num_micro_batches open",
+            where="constraints", fix="leave tp, pp, dp, zero, schedule or num_micro_batches open",
         )  # fmt: skip
     capacity = limits.room(cluster)
     hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -60,11 +61,11 @@ class _Space:
             setattr(space, name, getattr(self, name).take(chosen, -1))
         return space
 
-    def per_option(self, values: object) -> Array:
+    def per_option(self, values: Callable[[int], Array | Ints]) -> Array:
         """A column of numbers per option, padded to the most programs."""
         found = np.zeros((self.programs, len(self.tables.options)))
         for option in range(len(self.tables.options)):
-            column = values(option)  # type: ignore[operator]
+            column = values(option)
             found[: len(column), option] = column
         return found
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Annotated, Literal, NamedTuple, overload
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Sharding, Stage
+
+Positive = Annotated[int, Meta(ge=1)]
 
 
 class Option(Struct, frozen=True):
@@ -29,16 +31,16 @@ class Option(Struct, frozen=True):
 class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     """What the user pins or forbids; None leaves it open."""
 
-    tp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    zero: int | None = None
-    num_micro_batches: int | None = None
+    tp: Positive | None = None
+    pp: Positive | None = None
+    dp: Positive | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
+    num_micro_batches: Positive | None = None
     schedule: ScheduleName | None = None
     recompute: bool | None = None
     max_virtual: int = 2
     precision: Precision = "float32"
-    memory_bytes: int | None = None  # per device, instead of what the device has
+    memory_bytes: Positive | None = None  # per device, instead of what the device has
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
 

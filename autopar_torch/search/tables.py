@@ -150,13 +150,11 @@ class Tables:
 
     def _programs(self, option: Option) -> tuple[list[tuple[str, str]], NDArray[np.int64]]:
         """The distinct (kind, sharding) of an option, and which one each block runs."""
-        keys: dict[int, str] = {}
         found: dict[tuple[str, str], int] = {}
-        which = []
-        for block, sharding in zip(self.graph.blocks, option.shardings, strict=True):
-            if id(sharding) not in keys:
-                keys[id(sharding)] = sharding_key(sharding)
-            which.append(found.setdefault((block.kind, keys[id(sharding)]), len(found)))
+        which = [
+            found.setdefault((block.kind, sharding_key(sharding)), len(found))
+            for block, sharding in zip(self.graph.blocks, option.shardings, strict=True)
+        ]
         return list(found), np.array(which)
 
     def least(self, option: int, values: Array) -> Array:

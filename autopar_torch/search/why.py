@@ -21,6 +21,8 @@ from .misses import GIB, memory_parts
 from .space import Candidate, Constraints, Option
 from .tables import Tables
 
+MAY_BE_0 = ("zero", "recompute")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -152,7 +154,7 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
         if getattr(case.limits, name) is not None:
             yield f"  {name}={own}: was asked for"
             continue
-        for other in dict.fromkeys(o for o in others if o != own and (o or name != "tp")):
+        for other in dict.fromkeys(o for o in others if o != own and (o or name in MAY_BE_0)):
             try:
                 found = case.best(**{name: other}).best
             except SearchError as error:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..model import ModelGraph
+from ..model import ModelGraph, item_bytes
 from ..plan import Plan
 from .holdings import Holding, Team, all_holdings, team_of
 from .layout import local_shape
@@ -112,6 +112,6 @@ def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
         block = first_use[name] if plan.zero >= 2 else 0
         key = (share.team, share.zero, share.steady, share.dtype, block)
         open_.setdefault(key, []).append(share)
-        if sum(s.num_local * 4 for s in open_[key]) >= plan.bucket_bytes:
+        if sum(s.num_local * item_bytes(s.dtype) for s in open_[key]) >= plan.bucket_bytes:
             done.append(open_.pop(key))
     return done + list(open_.values())

@@ -176,7 +176,7 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
     per_axis = options if options is not None else all_strategies(graph, mesh)
     output = graph.find_nodes(op="output")[0]
     choices = {n: _allowed(combine(n, s, mesh), spatial) for n, s in per_axis.items()}
-    readers = _readers(graph, choices)
+    readers = _readers(choices)
     borders: dict[str, list[Forms]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -241,7 +241,7 @@ def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
 Readers = dict[fx.Node, list[tuple[str, list[Forms]]]]
 
 
-def _readers(graph: fx.Graph, choices: dict[fx.Node, list[Choice]]) -> Readers:
+def _readers(choices: dict[fx.Node, list[Choice]]) -> Readers:
     """Value -> (reading op, the form it needs under each of its choices)."""
     readers: Readers = {}
     for node, options in choices.items():

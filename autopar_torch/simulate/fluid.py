@@ -53,7 +53,7 @@ def run(tasks: Sequence[Task], changes: Sequence[Capacity] = ()) -> list[tuple[f
     """(start, end) of every task."""
     state = _prepare(tasks)
     events = sorted(changes)
-    now, done = 0.0, 0
+    now = 0.0
     ready = [i for i, count in enumerate(state.waiting) if count == 0]
     while True:
         while events and events[0].at_s <= now + EPSILON:
@@ -73,7 +73,6 @@ def run(tasks: Sequence[Task], changes: Sequence[Capacity] = ()) -> list[tuple[f
             raise ScheduleError(f"nothing can go on: {stuck} have no capacity left")
         now += step
         ready = _advance(state, step, now)
-        done += len(ready)
     if any(math.isinf(end) for end in state.end):
         raise ScheduleError("some tasks wait for each other and never start")
     return list(zip(state.start, state.end, strict=True))

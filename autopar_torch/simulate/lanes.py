@@ -34,7 +34,7 @@ class Program(NamedTuple):
 def program(name: str, num_positions: int, virtual: int, count: int) -> Program:
     """The steps of a schedule: with a window where there are more micro-batches than it needs."""
     period = num_positions if virtual > 1 else 1
-    least = _least(name, num_positions, virtual)
+    least = _least(num_positions, virtual)
     if count > least and (count - least) % period == 0:
         found = _windowed(name, num_positions, virtual, least, period)
         if found.window:
@@ -42,7 +42,7 @@ def program(name: str, num_positions: int, virtual: int, count: int) -> Program:
     return Program(_steps(name, num_positions, virtual, count), (), (), count, period, 0)
 
 
-def _least(name: str, num_positions: int, virtual: int) -> int:
+def _least(num_positions: int, virtual: int) -> int:
     """Micro-batches after which a clock of unit times shows two equal periods."""
     return (virtual + 3) * num_positions if virtual > 1 else 2 * num_positions + 6
 

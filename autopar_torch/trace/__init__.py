@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from ..errors import TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from . import losses
-from .blocks import Piece, cut, mark_grads, rows_and_work, split_main
+from .blocks import Piece, cut, mark_grads, split_main, traits
 from .call import Call
 from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
 from .clean import flatten, info_of
@@ -190,13 +190,15 @@ def _has_rows(info: Any) -> bool:
 
 
 def _kind(name: str, piece: Piece) -> tuple[Kind, tuple[str, ...]]:
-    coupled, work, unruled, mutates = rows_and_work(piece.graph)
+    found = traits(piece.graph)
     inputs, context, params, outputs = (
         {slot: piece.infos[slot] for slot in table}
         for table in (piece.inputs, piece.context, piece.params, piece.outputs)
     )
-    kind = Kind(name, inputs, context, params, outputs, len(piece.nodes), work, coupled, mutates)
-    return kind, unruled
+    summed = tuple(slot for slot, is_sum in zip(outputs, found.summed, strict=True) if is_sum)
+    kind = Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
+                found.coupled, found.mutates, summed)  # fmt: skip
+    return kind, found.unruled
 
 
 def _outputs(pieces: list[Piece], flat: fx.Graph, captured: Captured) -> dict[str, str]:

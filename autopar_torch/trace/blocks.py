@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from ..errors import TraceError
 from ..model import ROWS, TensorInfo, at_rows
-from ..shard.layout import WHOLE, Layout
+from ..shard.layout import PARTIAL, WHOLE, Layout
 from ..shard.rules import flops, has_rule, op_name, row_flow, rows_dim
 from .capture import Source
 from .clean import _is_view, info_of, is_mutable
@@ -196,19 +196,30 @@ def _signature(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def rows_and_work(graph: fx.Graph) -> tuple[tuple[str, ...], float, tuple[str, ...], bool]:
-    """(ops that couple rows, flops per row, ops without a rule, whether buffers change)."""
+class Traits(NamedTuple):
+    """What the ops of a block say about it."""
+
+    coupled: tuple[str, ...]  # ops that couple rows
+    flops_per_row: float
+    unruled: tuple[str, ...]  # ops without a rule
+    mutates: bool  # buffers change
+    summed: tuple[bool, ...]  # per output: whether it is a sum over the rows
+
+
+def traits(graph: fx.Graph) -> Traits:
     carries: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_param = str(node.target).startswith("w_")
             carries[node] = WHOLE if is_param else rows_dim(info_of(node).shape)
-    _, coupled = row_flow(graph, carries)
+    flow, coupled = row_flow(graph, carries)
     body = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n) for n in body) / ROWS
     unruled = {op_name(n) for n in body if not has_rule(n)} - {"add_"}
     mutates = any(is_mutable(n) for n in body)
-    return tuple(dict.fromkeys(coupled)), work, tuple(sorted(unruled)), mutates
+    leaving: Any = graph.find_nodes(op="output")[0].args[0]
+    summed = tuple(flow.get(node) == PARTIAL for node in leaving)
+    return Traits(tuple(dict.fromkeys(coupled)), work, tuple(sorted(unruled)), mutates, summed)
 
 
 def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:

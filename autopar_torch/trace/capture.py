@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
-from ..errors import TraceError
+from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
 from .call import Call, named_outputs
 
@@ -65,15 +65,15 @@ class _Flat(nn.Module):
 
 def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
     missing = [name for name in wanted if name not in named]
-    if missing == ["loss"]:
+    if "loss" in missing:
         raise TraceError(
             f"the model returns no loss, only {', '.join(named) or 'nothing'}", where="forward",
             fix="return a scalar loss, or pass loss_fn=lambda output, target: ... to "
             "parallelize and target=... with the batch",
         )  # fmt: skip
     if missing:
-        raise TraceError(f"the model returns no {', '.join(missing)}, only {', '.join(named)}",
-                         where="outputs=")  # fmt: skip
+        raise PlanError(f"the model returns no {', '.join(missing)}, only {', '.join(named)}",
+                        where="outputs=")  # fmt: skip
     return wanted
 
 
@@ -170,7 +170,7 @@ def capture(
     with _fake_state(model, mode, device, shapes, dtype), _without_cache(model):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device, dtype), strict=False)
-        except TraceError:
+        except AutoparError:
             raise
         except Exception as error:
             raise TraceError(
