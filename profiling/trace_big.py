@@ -2,8 +2,8 @@
 
     python profiling/trace_big.py [--layers 80] [--seq 4096] [--json FILE]
 
-Ends with one line of figures; exits 0 only under 15 s, under 1 GiB more memory than before (peak of
-the process), with 3 or 4 kinds, and with every parameter of the model in the chain.
+Ends with one line of figures; exits 0 only under 15 s, under 1 GiB of memory (peak of the process),
+with 3 or 4 kinds, and with every parameter of the model in the chain.
 """
 
 from __future__ import annotations

@@ -101,13 +101,13 @@ def full_state(model: ParallelModel) -> dict[str, Any]:
     return result
 
 
-def _check_full(model: ParallelModel, state: Mapping[str, Any], first: Mapping[str, str]) -> None:
-    """Whatever is given has the shape of the full tensor."""
-    for name, known in first.items():
-        info = model.graph.params.get(known)
-        if info and name in state and tuple(state[name].shape) != info.shape:
-            raise CheckpointError(f"{name} is {tuple(state[name].shape)} there, {info.shape} here",
-                                  where="load_state_dict")  # fmt: skip
+def _check_full(model: ParallelModel, state: Mapping[str, Any], name: str, known: str,
+                own: Tensor) -> None:  # fmt: skip
+    """What is given has the shape of the full tensor."""
+    shape = model.graph.params[known].shape if known in model.store.holdings else tuple(own.shape)
+    if tuple(state[name].shape) != shape:
+        raise CheckpointError(f"{name} is {tuple(state[name].shape)} there, {shape} here",
+                              where="load_state_dict")  # fmt: skip
 
 
 def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> Any:
@@ -123,12 +123,14 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
     if model._plan is None or model.fallback_reason:
         return model.module.load_state_dict(state, strict)
     names = {id(t): n for n, t in model.store.tensors.items()}
-    _check_full(model, state, {name: names.get(id(tensor), name) for name, tensor in own.items()})
+    given = {name: names.get(id(tensor), name) for name, tensor in own.items() if name in state}
+    for name, known in given.items():
+        _check_full(model, state, name, known, own[name])
     with torch.no_grad():
-        for name, tensor in own.items():
-            held = model.store.held.get(names.get(id(tensor), name))
-            if name in state and held is not None:
-                tensor.copy_(model.store.cut(held, state[name].to(tensor.device)))
-            elif name in state:
-                tensor.copy_(state[name])
+        for name, known in given.items():
+            held = model.store.held.get(known)
+            if held is not None:
+                own[name].copy_(model.store.cut(held, state[name].to(own[name].device)))
+            elif known not in model.store.holdings:
+                own[name].copy_(state[name])
     return _IncompatibleKeys(missing, extra)
