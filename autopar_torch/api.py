@@ -126,7 +126,7 @@ def case(
     """What `plan` searches, so that it can be asked why, and what if."""
     limits = msgspec.structs.replace(_limits(constraints), precision=precision)
     traced, call = _traced(model, example_inputs, loss_fn, precision)
-    limits = _uncoupled(limits, traced)
+    limits = _uncoupled(limits, traced, tell=True)
     num_rows = global_batch_size or call.num_rows
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
@@ -254,12 +254,13 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
     except TraceError as reason:
         equal = msgspec.structs.replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
         if place.rank == 0:
-            done = Constraints(tp=1, pp=1, dp=place.size, zero=0, num_micro_batches=1,
-                               recompute=False)  # fmt: skip
+            done = msgspec.structs.replace(
+                _done_alone(limits), dp=place.size, num_micro_batches=1, recompute=False,
+                precision="float32")  # fmt: skip
             _tell_unused(limits, confirm, done, "the model cannot be traced")
-        fallback.adopt(parallel, equal, reason, loss_fn)
+        fallback.adopt(parallel, equal, reason, loss_fn, source)
         return
-    limits = _uncoupled(limits, traced)
+    limits = _uncoupled(limits, traced, tell=place.rank == 0)
     buffers = dict(parallel.module.named_buffers())
     kept = max(KEPT, confirm)
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits, kept)
@@ -286,7 +287,7 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
         plan = shardings.complete(plan, traced, rows)
     except TraceError as found:
         if _is_pure_data(given):
-            fallback.adopt(parallel, given, found, loss_fn)
+            fallback.adopt(parallel, given, found, loss_fn, source)
             return
         found.fix += "; or use a plan of data parallelism only (tp=1, pp=1)"
         error = found
@@ -323,12 +324,12 @@ def _check_rows(plan: Plan, traced: Traced) -> None:
         )  # fmt: skip
 
 
-def _uncoupled(limits: Constraints, traced: Traced) -> Constraints:
+def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
     """One replica where ops look at several rows at once, whatever was asked for."""
     coupled = sorted(_couples(traced) - {"batch_norm"})
     if not coupled:
         return limits
-    if limits.dp not in (None, 1):
+    if tell and limits.dp not in (None, 1):
         log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
                     limits.dp, ", ".join(coupled))  # fmt: skip
     return msgspec.structs.replace(limits, dp=1)

@@ -50,7 +50,6 @@ class Kind(Struct, frozen=True):
     flops_per_row: float
     couples_rows: tuple[str, ...] = ()  # ops that look at several rows at once (batch statistics)
     mutates: bool = False  # has side effects on buffers, so it must not be run twice
-    summed: tuple[str, ...] = ()  # outputs that are sums over the rows
 
 
 class Block(Struct, frozen=True):
@@ -86,6 +85,7 @@ class ModelGraph(Struct, frozen=True):
     params: dict[str, ParamInfo]
     outputs: dict[str, str]  # name ("loss", "logits") -> value
     replicated_ops: tuple[str, ...] = ()  # ops without a splitting rule, for the report
+    summed: tuple[str, ...] = ()  # outputs that are sums over the rows
 
     def kind_of(self, block: int) -> Kind:
         return self.kinds[self.blocks[block].kind]

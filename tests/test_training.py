@@ -131,6 +131,11 @@ def claim_outputs_asked_for_are_those_of_the_whole_batch() -> None:
         assert _near(got.logits, want.logits) and _near(got.loss, want.loss), degrees
 
 
+class _Mean(nn.Module):
+    def forward(self, y: Tensor) -> Tensor:
+        return y.abs().mean()
+
+
 class _TwoMeans(nn.Module):
     """Another number of the batch beside its loss."""
 
@@ -138,18 +143,28 @@ class _TwoMeans(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.mean = _Mean()
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.body(x)
-        return {"loss": y.square().mean(), "aux": y.abs().mean()}
+        return {"loss": y.square().sum() / (8 * y.shape[0]), "aux": y.abs().mean(),
+                "half": 0.5 * self.mean(y), "rate": y.sum() * (1 / y.shape[0])}  # fmt: skip
 
 
 def claim_other_means_are_those_of_the_whole_batch_too() -> None:
     x = torch.arange(48.0).reshape(6, 8) / 48
-    want = _TwoMeans()(x)["aux"]
+    plain = _TwoMeans()
+    want = plain(x)
+    want["loss"].backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     for degrees in ({"pp": 2, "num_micro_batches": 3}, TP2, {"dp": 2, "num_micro_batches": 3}):
-        model = ap.parallelize(_TwoMeans(), plan=ap.Plan.uniform(**degrees), outputs=("aux",))
-        assert _near(model(x=x).aux, want), degrees
+        model = ap.parallelize(_TwoMeans(), plan=ap.Plan.uniform(**degrees),
+                               outputs=("aux", "half", "rate"))  # fmt: skip
+        got = model(x=x)
+        got.loss.backward()
+        for name, value in want.items():
+            assert _near(got[name], value), (degrees, name)
+        assert _near(model.clip_grad_norm_(1e9), norm), degrees
 
 
 def claim_state_dict_has_original_names_and_full_tensors() -> None:

@@ -170,12 +170,14 @@ def load(model: ParallelModel, folder: str | os.PathLike[str],
             where=str(folder), fix="load it into the model that it was saved from",
         )  # fmt: skip
     if optimizer is not None:
+        settings = _same_groups(model, optimizer, Path(folder) / _SETTINGS)
         state |= dict(_empty_optimizer_state(model, optimizer, metadata))
     _check_shapes(state, metadata, folder)
     with torch.no_grad():
         _quietly("load", lambda: dcp_load(state, checkpoint_id=str(folder), no_dist=_alone()))
     if optimizer is not None:
-        _load_settings(model, optimizer, Path(folder) / _SETTINGS)
+        for group, saved in zip(optimizer.param_groups, settings.groups, strict=True):
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
 
 
 def _read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -214,7 +216,9 @@ def _empty_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimize
         yield key, _wrap(model, held, value) if split else value
 
 
-def _load_settings(model: ParallelModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def _same_groups(model: ParallelModel, optimizer: torch.optim.Optimizer,
+                 path: Path) -> OptimizerSettings:  # fmt: skip
+    """What was saved of groups that hold the same parameters."""
     settings, here = files.load(path, OptimizerSettings), _settings(model, optimizer)
     if [set(own) for own in settings.names] != [set(own) for own in here.names]:
         raise CheckpointError(
@@ -222,9 +226,7 @@ def _load_settings(model: ParallelModel, optimizer: torch.optim.Optimizer, path:
             f"{', '.join(str(len(own)) for own in here.names)} here, or of others",
             where=str(path), fix="build the optimizer with the same groups",
         )  # fmt: skip
-    for group, saved in zip(optimizer.param_groups, settings.groups, strict=True):
-        for key, value in saved.items():
-            group[key] = tuple(value) if isinstance(value, list) else value
+    return settings
 
 
 def _alone() -> bool:

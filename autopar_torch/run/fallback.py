@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("autopar_torch")
 
 
-def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None) -> None:
+def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
+          source: Callable[[], Callable[[str], Tensor | None]]) -> None:  # fmt: skip
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
     log.warning(
@@ -35,10 +36,11 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")  # fmt: skip
-    for tensor in [*parallel.module.parameters(), *parallel.module.buffers()]:
-        tensor.data = tensor.data.to(parallel.device)
-        if parallel.world.size > 1:
-            dist.broadcast(tensor.data, 0)
+    if parallel.outputs:
+        log.warning("not honoured, as the model cannot be traced: outputs")
+    value = source()
+    for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
+        tensor.data = cast(Tensor, value(name))
     parallel.fallback = _Step(parallel, loss_fn)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..errors import CheckpointError, RunError
+from ..trace.capture import describe_params
 from .world import World
 
 log = logging.getLogger("autopar_torch")
@@ -32,14 +33,12 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
     """Parameter or buffer name -> its full value, the same on every rank."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     read = None if weights is None else _reader(Path(weights))
-    if read is not None:
-        _tell_missing(set(model.state_dict()) & set(tensors), read, str(weights), world.rank)
+    there = {} if read is None else _places(model, tensors, read, str(weights), world.rank)
     fill = _Initialiser(model, seed)
 
     def value(name: str) -> Tensor | None:
-        found = None if read is None else read(name)
+        found = None if read is None or name not in there else read.read(there[name])
         if found is not None:
-            _check_shape(name, found, tensors[name], str(weights))
             return found.to(device=device, dtype=tensors[name].dtype)
         if tensors[name].is_meta:
             return fill(name).to(device)
@@ -51,25 +50,33 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
     return value
 
 
-def _tell_missing(names: set[str], read: Reader, where: str, rank: int) -> None:
-    """What is not there keeps the values that it would have anyway; that is said."""
-    missing = sorted(names - read.names)
-    if len(missing) == len(names):
+def _places(model: nn.Module, tensors: dict[str, Tensor], read: Reader, where: str,
+            rank: int) -> dict[str, str]:  # fmt: skip
+    """Under which of its names each tensor is there."""
+    names = {name: (name, *info.aliases) for name, info in describe_params(model).items()}
+    found = {name: next((n for n in own if n in read.shapes), "") for name, own in names.items()}
+    there = {name: place for name, place in found.items() if place}
+    for name, place in there.items():
+        if (shape := tuple(tensors[name].shape)) != read.shapes[place]:
+            raise CheckpointError(f"{place} is {read.shapes[place]} there, {shape} here",
+                                  where=where)  # fmt: skip
+    if not there:
         raise CheckpointError(
             f"none of the {len(names)} tensors of the model is there, but "
-            f"{', '.join(sorted(read.names)[:3]) or 'nothing'}",
+            f"{', '.join(sorted(read.shapes)[:3]) or 'nothing'}",
             where=where, fix="give weights that were saved from this model",
         )  # fmt: skip
-    if missing and rank == 0:
-        log.warning("weights: %d of %d tensors are not in %s and are initialised as if none were "
-                    "given, first %s", len(missing), len(names), where,
+    if rank == 0:
+        _tell_missing([name for name in model.state_dict() if found.get(name) == ""], where)
+    return there
+
+
+def _tell_missing(missing: list[str], where: str) -> None:
+    """What is not there keeps the values that it would have anyway."""
+    if missing:
+        log.warning("weights: %d tensors of the model are not in %s and are initialised as if none "
+                    "were given, first %s", len(missing), where,
                     ", ".join(missing[:3]))  # fmt: skip
-
-
-def _check_shape(name: str, found: Tensor, own: Tensor, where: str) -> None:
-    if found.shape != own.shape:
-        raise CheckpointError(f"{name} is {tuple(found.shape)} there, {tuple(own.shape)} here",
-                              where=where)  # fmt: skip
 
 
 class _Initialiser:
@@ -145,21 +152,22 @@ def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
 
 
 class Reader(NamedTuple):
-    """Reads single tensors; `names` are those that are there."""
+    """Reads single tensors; of those that are there the shapes are known."""
 
-    names: frozenset[str]
+    shapes: dict[str, tuple[int, ...]]
     read: Source
-
-    def __call__(self, name: str) -> Tensor | None:
-        return self.read(name)
 
 
 def _reader(path: Path) -> Reader:
     """Of a safetensors file or folder, or of a saved checkpoint."""
     if (path / ".metadata").exists():
-        there = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        names = frozenset(key.removeprefix("model.") for key in there if key.startswith("model."))
-        return Reader(names, lambda name: _from_checkpoint(path, name))
+        saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        shapes = {
+            key.removeprefix("model."): tuple(info.size)
+            for key, info in saved.items()
+            if key.startswith("model.") and isinstance(info, TensorStorageMetadata)
+        }
+        return Reader(shapes, lambda name: _from_checkpoint(path, name))
     found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not found:
         raise CheckpointError("no safetensors file and no checkpoint there", where=str(path))
@@ -167,11 +175,8 @@ def _reader(path: Path) -> Reader:
 
     files = [safe_open(str(file), framework="pt") for file in found]
     where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-
-    def read(name: str) -> Tensor | None:
-        return where[name].get_tensor(name) if name in where else None
-
-    return Reader(frozenset(where), read)
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
+    return Reader(shapes, lambda name: where[name].get_tensor(name))
 
 
 def _from_checkpoint(path: Path, name: str) -> Tensor | None:

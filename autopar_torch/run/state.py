@@ -32,10 +32,7 @@ def output_info(traced: Traced, name: str) -> TensorInfo:
 
 def is_summed(traced: Traced, name: str) -> bool:
     """Whether parts of the batch give parts of an output that are to be added."""
-    value = traced.graph.outputs[name]
-    made = ((block, slot) for block in traced.graph.blocks for slot, v in block.outputs.items()
-            if v == value)  # fmt: skip
-    return name == "loss" or any(slot in traced.graph.kinds[b.kind].summed for b, slot in made)
+    return name == "loss" or name in traced.graph.summed
 
 
 def num_holders(model: ParallelModel, held: Held) -> int:

@@ -475,9 +475,12 @@ def rows_dim(shape: Shape) -> Layout:
     return next((Split(d) for d, size in enumerate(shape) if size and size % ROWS == 0), WHOLE)
 
 
+_LINEAR = {"neg", "to", "clone", "detach", "squeeze", "unsqueeze", "view", "reshape", "alias",
+           "getitem"}  # fmt: skip
+
+
 def _is_linear(op: Op, have: tuple[Layout, ...]) -> bool:
     if op.name in ("add", "sub"):
         return all(layout == PARTIAL for layout in have) and len(have) == 2
-    unary = {"neg", "to", "clone", "squeeze", "unsqueeze", "view", "reshape", "alias", "getitem"}
-    return op.name in unary or (op.name in ("mul", "div") and have[0] == PARTIAL
+    return op.name in _LINEAR or (op.name in ("mul", "div") and have[0] == PARTIAL
                                 and have.count(PARTIAL) == 1)  # fmt: skip

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from . import losses
-from .blocks import Piece, cut, mark_grads, split_main, traits
+from .blocks import Piece, Traits, cut, mark_grads, split_main, traits
 from .call import Call
 from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
 from .clean import flatten, info_of
@@ -165,19 +166,26 @@ def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
     unruled: set[str] = set()
+    known_traits: dict[tuple[str, tuple[str, ...]], Traits] = {}
+    summed: set[str] = set()  # values that are sums over the rows
     for piece in pieces:
-        if piece.signature not in names:
-            name = f"kind{len(kinds)}"
-            names[piece.signature] = name
-            kinds[name], missing = _kind(name, piece)
-            programs[name] = piece.graph
-            unruled |= set(missing)
+        sums = tuple(slot for slot, value in piece.inputs.items() if value in summed)
+        key = (piece.signature, sums)
+        if key not in known_traits:
+            known_traits[key] = traits(piece.graph, sums)
+        found = known_traits[key]
+        summed |= {v for v, own in zip(piece.outputs.values(), found.summed, strict=True) if own}
+        name = names.setdefault(piece.signature, f"kind{len(names)}")
+        programs.setdefault(name, piece.graph)
+        kinds[name] = _kind(name, piece, found, kinds.get(name))
+        unruled |= set(found.unruled)
     blocks = tuple(Block(p.name, names[p.signature], p.inputs, p.context, p.params, p.outputs)
                    for p in pieces)  # fmt: skip
     outputs = _outputs(pieces, flat, captured)
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
-    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)))
+    added = tuple(name for name, value in outputs.items() if value in summed)
+    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added)
     prologue = _prologue(flat, pieces)
     rowless = frozenset(n.name for n in prologue.nodes if not _has_rows(info_of(n)))
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
@@ -189,16 +197,17 @@ def _has_rows(info: Any) -> bool:
     return any(s and s % ROWS == 0 for i in infos if i is not None for s in i.shape)
 
 
-def _kind(name: str, piece: Piece) -> tuple[Kind, tuple[str, ...]]:
-    found = traits(piece.graph)
+def _kind(name: str, piece: Piece, found: Traits, known: Kind | None) -> Kind:
+    """What couples rows in one block does in all of its kind."""
+    coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()), *found.coupled]))
+    if known:
+        return msgspec.structs.replace(known, couples_rows=coupled)
     inputs, context, params, outputs = (
         {slot: piece.infos[slot] for slot in table}
         for table in (piece.inputs, piece.context, piece.params, piece.outputs)
     )
-    summed = tuple(slot for slot, is_sum in zip(outputs, found.summed, strict=True) if is_sum)
-    kind = Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
-                found.coupled, found.mutates, summed)  # fmt: skip
-    return kind, found.unruled
+    return Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
+                coupled, found.mutates)  # fmt: skip
 
 
 def _outputs(pieces: list[Piece], flat: fx.Graph, captured: Captured) -> dict[str, str]:

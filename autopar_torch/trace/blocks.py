@@ -8,6 +8,7 @@ parameter is prologue: every stage computes for itself what it needs of it.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -206,12 +207,14 @@ class Traits(NamedTuple):
     summed: tuple[bool, ...]  # per output: whether it is a sum over the rows
 
 
-def traits(graph: fx.Graph) -> Traits:
+def traits(graph: fx.Graph, sums: Collection[str] = ()) -> Traits:
+    """`sums`: slots of inputs that are sums over the rows."""
     carries: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_param = str(node.target).startswith("w_")
-            carries[node] = WHOLE if is_param else rows_dim(info_of(node).shape)
+            plain = WHOLE if is_param else rows_dim(info_of(node).shape)
+            carries[node] = PARTIAL if node.name in sums else plain
     flow, coupled = row_flow(graph, carries)
     body = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n) for n in body) / ROWS

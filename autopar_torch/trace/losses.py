@@ -30,6 +30,8 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
             _mean(graph, node, node.args[0], batch)
         elif _reduction(node) == _MEAN and _has_rows(node.args[0]):
             _by_element(graph, node, batch)
+        elif name in ("div", "mul") and batch and _rows_in(node)[0]:
+            _by_count(graph, node, batch)
     graph.lint()
 
 
@@ -49,6 +51,36 @@ def _reduction(node: fx.Node) -> int | None:
             given: Any = node.kwargs.get("reduction", argument.default_value)
             return int(cast(Any, node.args[i]) if len(node.args) > i else given)
     return None
+
+
+def _rows_in(node: fx.Node) -> tuple[int, bool]:
+    """How many times the number of rows a value is multiplied or divided by, and whether divided:
+    `x / y.shape[0]`, or `x * (1 / y.shape[0])` where Python has divided. 0 if it is not."""
+    if len(node.args) != 2 or node.kwargs or not _is_float(node.args[0]):
+        return 0, False
+    number, divides = node.args[1], schema_name(node) == "aten::div"
+    if not isinstance(number, (int, float)) or not number or not math.isfinite(number):
+        return 0, False
+    if number % ROWS == 0:
+        return int(number) // ROWS, divides
+    times = round(1 / (number * ROWS))
+    return (times, not divides) if times and number == 1 / (times * ROWS) else (0, False)
+
+
+def _is_float(value: Any) -> bool:
+    info = info_of(value) if isinstance(value, fx.Node) else None
+    return isinstance(info, TensorInfo) and "float" in info.dtype
+
+
+def _by_count(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
+    """What a user scales by the size of the batch is scaled by that of the whole one."""
+    count, divides = _rows_in(node)
+    with graph.inserting_before(node):
+        number = graph.call_function(ops.count_values, (batch[0], count))
+        number.meta = {"info": _SCALAR, "module": node.meta["module"]}
+        op = aten.div.Tensor if divides else aten.mul.Tensor
+        new = graph.call_function(op, (node.args[0], number))
+    _replace(graph, node, new)
 
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
