@@ -258,7 +258,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
                 _done_alone(limits), dp=place.size, num_micro_batches=1, recompute=False,
                 precision="float32")  # fmt: skip
             _tell_unused(limits, confirm, done, "the model cannot be traced")
-        fallback.adopt(parallel, equal, reason, loss_fn, source)
+        fallback.adopt(parallel, equal, reason, loss_fn, source())
         return
     limits = _uncoupled(limits, traced, tell=place.rank == 0)
     buffers = dict(parallel.module.named_buffers())
@@ -287,7 +287,7 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
         plan = shardings.complete(plan, traced, rows)
     except TraceError as found:
         if _is_pure_data(given):
-            fallback.adopt(parallel, given, found, loss_fn, source)
+            fallback.adopt(parallel, given, found, loss_fn, source())
             return
         found.fix += "; or use a plan of data parallelism only (tp=1, pp=1)"
         error = found

@@ -157,7 +157,6 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
         side.step()
     measuring = session_for(sides)
     order, world = list(sides), next(iter(sides.values())).model.world
-
     calmly = Calm(lambda share: max(world.gather(share)))
     for k in range(rounds):
         for _ in range(LEAST):  # every turn of a backward

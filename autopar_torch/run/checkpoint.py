@@ -32,7 +32,7 @@ from .. import files
 from ..errors import CheckpointError
 from ..shard.holdings import Box
 from .params import Held, stacking_dim
-from .state import is_speaker
+from .state import is_speaker, same_shape
 
 if TYPE_CHECKING:
     from .model import ParallelModel
@@ -193,9 +193,8 @@ def _check_shapes(state: dict[str, Any], metadata: dict[str, Any],
     for name, value in state.items():
         there = metadata.get(name)
         full = value.full if isinstance(value, Rectangles) else value.shape
-        if isinstance(there, TensorStorageMetadata) and there.size != full:
-            raise CheckpointError(f"{name} is {tuple(there.size)} there, {tuple(full)} here",
-                                  where=str(folder))  # fmt: skip
+        if isinstance(there, TensorStorageMetadata):
+            same_shape(name, there.size, full, str(folder))
 
 
 def _empty_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer,

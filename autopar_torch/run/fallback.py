@@ -22,7 +22,7 @@ log = logging.getLogger("autopar_torch")
 
 
 def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
-          source: Callable[[], Callable[[str], Tensor | None]]) -> None:  # fmt: skip
+          source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
     log.warning(
@@ -38,9 +38,8 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
                         fix="build it on a real device, or make forward traceable")  # fmt: skip
     if parallel.outputs:
         log.warning("not honoured, as the model cannot be traced: outputs")
-    value = source()
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
-        tensor.data = cast(Tensor, value(name))
+        tensor.data = cast(Tensor, source(name))
     parallel.fallback = _Step(parallel, loss_fn)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..errors import CheckpointError, RunError
 from ..trace.capture import describe_params
+from .state import same_shape
 from .world import World
 
 log = logging.getLogger("autopar_torch")
@@ -57,9 +58,7 @@ def _places(model: nn.Module, tensors: dict[str, Tensor], read: Reader, where: s
     found = {name: next((n for n in own if n in read.shapes), "") for name, own in names.items()}
     there = {name: place for name, place in found.items() if place}
     for name, place in there.items():
-        if (shape := tuple(tensors[name].shape)) != read.shapes[place]:
-            raise CheckpointError(f"{place} is {read.shapes[place]} there, {shape} here",
-                                  where=where)  # fmt: skip
+        same_shape(place, read.shapes[place], tensors[name].shape, where)
     if not there:
         raise CheckpointError(
             f"none of the {len(names)} tensors of the model is there, but "

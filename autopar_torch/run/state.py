@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,12 @@ def output_info(traced: Traced, name: str) -> TensorInfo:
 def is_summed(traced: Traced, name: str) -> bool:
     """Whether parts of the batch give parts of an output that are to be added."""
     return name == "loss" or name in traced.graph.summed
+
+
+def same_shape(name: str, there: Sequence[int], here: Sequence[int], where: str) -> None:
+    """What is given has the shape of the full tensor."""
+    if tuple(there) != tuple(here):
+        raise CheckpointError(f"{name} is {tuple(there)} there, {tuple(here)} here", where=where)
 
 
 def num_holders(model: ParallelModel, held: Held) -> int:
@@ -98,15 +104,6 @@ def full_state(model: ParallelModel) -> dict[str, Any]:
     return result
 
 
-def _check_full(model: ParallelModel, state: Mapping[str, Any], name: str, known: str,
-                own: Tensor) -> None:  # fmt: skip
-    """What is given has the shape of the full tensor."""
-    shape = model.graph.params[known].shape if known in model.store.holdings else tuple(own.shape)
-    if tuple(state[name].shape) != shape:
-        raise CheckpointError(f"{name} is {tuple(state[name].shape)} there, {shape} here",
-                              where="load_state_dict")  # fmt: skip
-
-
 def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> Any:
     """Full tensors in, this rank's parts kept."""
     own = model.module.state_dict(keep_vars=True)
@@ -122,7 +119,9 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
     names = {id(t): n for n, t in model.store.tensors.items()}
     given = {name: names.get(id(tensor), name) for name, tensor in own.items() if name in state}
     for name, known in given.items():
-        _check_full(model, state, name, known, own[name])
+        split = known in model.store.holdings
+        full = model.graph.params[known].shape if split else own[name].shape
+        same_shape(name, state[name].shape, full, "load_state_dict")
     with torch.no_grad():
         for name, known in given.items():
             held = model.store.held.get(known)

@@ -33,7 +33,7 @@ class _Space:
     """The candidates as columns, and what every program of theirs costs (program x candidate)."""
 
     COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
-               "split", "hurries", "counts", "costs", "added", "added_most", "common",
+               "size", "split", "hurries", "counts", "costs", "added", "added_most", "common",
                "held")  # fmt: skip
 
     def __init__(self, found: Candidates, tables: Tables, num_rows: int) -> None:
@@ -41,6 +41,7 @@ class _Space:
         (self.option, self.pp, self.dp, self.count, self.schedule, self.virtual, self.zero,
          self.recompute) = np.ascontiguousarray(found.rows.T)  # fmt: skip
         self.rows = np.maximum(1, num_rows // (self.dp * self.count))
+        self.size = np.unique(self.rows, return_inverse=True)[1].reshape(-1)  # which of the rows
         self.split = self.schedule == SCHEDULES.index("zero_bubble")
         self.hurries = ((self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
                         & (self.recompute == 0))  # fmt: skip
@@ -85,7 +86,7 @@ class _Space:
 
     def _costs(self) -> Array:
         """Field x program x candidate: what a micro-batch costs, gathers of ZeRO 3 included."""
-        first, which = self.by(self.option, self.rows, self.recompute)
+        first, which = self.by(self.option, self.size, self.recompute)
         table = np.zeros((6, self.programs, len(first)))
         for row, i in enumerate(first):
             own = self.tables.columns(int(self.option[i]), int(self.rows[i]),
@@ -319,7 +320,7 @@ def _drained(space: _Space, work: Array, total: Array, longest: Array, phi: Arra
 def _messages(space: _Space) -> tuple[Array, Array]:
     """Seconds of the cheapest messages over all borders between positions, there and back."""
     tables = space.tables
-    first, which = space.by(space.by(space.option, space.rows)[1], space.pp)
+    first, which = space.by(space.option, space.size, space.pp)
     found = np.zeros((len(first), 2))
     known: dict[tuple[int, tuple[float, ...]], list[float]] = {}
     rows = zip(space.option[first].tolist(), space.rows[first].tolist(), space.pp[first].tolist(),

@@ -30,8 +30,8 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
             _mean(graph, node, node.args[0], batch)
         elif _reduction(node) == _MEAN and _has_rows(node.args[0]):
             _by_element(graph, node, batch)
-        elif name in ("div", "mul") and batch and _rows_in(node)[0]:
-            _by_count(graph, node, batch)
+        elif name in ("div", "mul") and batch:
+            _scaled(graph, node, batch)
     graph.lint()
 
 
@@ -72,9 +72,11 @@ def _is_float(value: Any) -> bool:
     return isinstance(info, TensorInfo) and "float" in info.dtype
 
 
-def _by_count(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
+def _scaled(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     """What a user scales by the size of the batch is scaled by that of the whole one."""
     count, divides = _rows_in(node)
+    if not count:
+        return
     with graph.inserting_before(node):
         number = graph.call_function(ops.count_values, (batch[0], count))
         number.meta = {"info": _SCALAR, "module": node.meta["module"]}
