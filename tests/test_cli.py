@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
-from autopar_torch import Plan, files, load_plan
+from autopar_torch import Plan, api, files, load_plan
 from autopar_torch.cli import main
 from autopar_torch.cluster import Cluster, Device, Link
+from autopar_torch.run import survey
 
 MODEL = """
 import torch
@@ -41,6 +45,15 @@ def given(tmp_path: Path) -> list[str]:
     files.save(cluster, tmp_path / "cluster.json")
     return [f"{tmp_path / 'own.py'}:made", "--cluster", str(tmp_path / "cluster.json"),
             "--global-batch-size", "64"]  # fmt: skip
+
+
+def _model(place: str) -> tuple[Any, Any]:
+    spec = importlib.util.spec_from_file_location("own", place.partition(":")[0])
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model, inputs = module.made()
+    return model, inputs
 
 
 def test_help_does_not_import_torch() -> None:
@@ -99,6 +112,19 @@ def test_a_plan_for_other_machines_or_edited_by_halves_is_refused(
     capsys.readouterr()
     assert main(["simulate", str(out), *given]) == 4
     assert "leave them out to have them found" in capsys.readouterr().err
+
+
+def test_what_was_measured_of_another_model_is_refused(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = api.case(*_model(given[0]), given[2], global_batch_size=64)
+    own = survey.Known(tuple(asked.options), asked.profile, survey.digest(asked.graph))
+    for name, known in (("own", own), ("other", structs.replace(own, model="another"))):
+        files.save(known, tmp_path / f"{name}.json")
+    rest = ["--global-batch-size", "64"]
+    assert main(["plan", given[0], "--cluster", str(tmp_path / "own.json"), *rest]) == 0
+    assert main(["plan", given[0], "--cluster", str(tmp_path / "other.json"), *rest]) == 5
+    assert "another model was measured" in capsys.readouterr().err
 
 
 def test_exit_codes_say_what_went_wrong(

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import autopar_torch as ap
@@ -403,19 +404,42 @@ def test_one_process_does_what_constraints_ask_of_it(caplog: pytest.LogCaptureFi
     assert "not honoured, as there is one process: tp, confirm" in caplog.text
 
 
+class _Branches(nn.Linear):
+    """Cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum() if x.sum() > 1e9 else super().forward(x).mean()
+
+
 def test_the_plan_of_an_untraceable_model_says_what_is_done(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Branches(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sum() if x.sum() > 1e9 else super().forward(x).mean()
-
-    parallel = ap.parallelize(Branches(4, 4), constraints=ASKED)
+    parallel = ap.parallelize(_Branches(4, 4), constraints=ASKED)
     parallel(torch.ones(4, 4)).backward()
     assert parallel.fallback_reason
     assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "float32"
     assert not parallel.plan.replicas[0].stages[0].recompute
     assert "cannot be traced: num_micro_batches, recompute, precision" in caplog.text
+
+
+def test_what_is_no_sum_over_rows_is_refused_wherever_it_is_made() -> None:
+    class Root(_TwoMeans):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mean(self.body(x)).sqrt()
+
+    x = torch.ones(6, 8)
+    assert _near(ap.parallelize(Root(), plan=ap.Plan.uniform())(x=x), Root()(x))
+    with pytest.raises(PlanError, match="sqrt uses statistics of the whole batch"):
+        ap.parallelize(Root(), plan=ap.Plan.uniform(num_micro_batches=3))(x=x)
+
+
+def test_an_untraceable_model_gets_its_weights(tmp_path: Path) -> None:
+    given = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    save_file(given, str(tmp_path / "own.safetensors"))
+    parallel = ap.parallelize(_Branches(4, 4), weights=tmp_path)
+    parallel(torch.ones(4, 4))
+    assert parallel.fallback_reason
+    assert all(torch.equal(parallel.state_dict()[n], v) for n, v in given.items())
 
 
 def test_outputs_that_are_not_there_are_refused() -> None:
