@@ -144,8 +144,6 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     import torch.distributed as dist
     from models import MODELS
 
-    from autopar_torch.measure.session import LEAST
-
     pin()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -159,8 +157,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     order, world = list(sides), next(iter(sides.values())).model.world
     calmly = Calm(lambda share: max(world.gather(share)))
     for k in range(rounds):
-        for _ in range(LEAST):  # every turn of a backward
-            calmly(measuring.round)
+        calmly(measuring.round)
         random.Random(k).shuffle(order)
         for name in order:
             calmly(sides[name].timed)

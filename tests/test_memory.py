@@ -14,7 +14,6 @@ from msgspec import structs
 
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
-from autopar_torch.measure.session import LEAST
 from autopar_torch.run import choose, survey
 from autopar_torch.search.best import SAFETY, Choice
 from autopar_torch.search.space import Constraints
@@ -89,8 +88,7 @@ def counted() -> list[tuple[float, float]]:
     for side in sides.values():
         side.step()
     session = session_for(sides)
-    for _ in range(LEAST):
-        session.round()
+    session.round()
     profile, rank = session.profile(), dist.get_rank()
     found = []
     for side in sides.values():

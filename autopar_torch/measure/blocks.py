@@ -128,6 +128,11 @@ class Blocks:
             self.first.append(made[0])
             self.runners += made
 
+    def warm_up(self) -> None:
+        """Not timed."""
+        for runner in self.runners:
+            runner.run()
+
     def round(self) -> None:
         """All forwards, then all backwards from the last: of the gradients of weights those that
         are asked for late are mostly added to others, as at the end of a pipeline."""

@@ -32,7 +32,7 @@ from .overheads import Extras
 from .samples import paces
 from .stats import NOISE_LIMIT, evened, median, quantiles
 
-LEAST = 3  # rounds: every way to run a backward has its turn
+TURNS = 3  # in a round: every way to run a backward has one
 
 
 class Session:
@@ -100,14 +100,21 @@ class Session:
         self.lines.focus(curves)
 
     def round(self) -> None:
-        """One more sample of all that is wanted, everyone busy with the same at the same time."""
+        """Some more samples of all that is wanted, everyone busy with the same at the same time.
+
+        A chain has its turns in a row: in training too a block finds what a cache holds of it,
+        since the micro-batch or the step before used it last.
+        """
         self.rounds += 1
         for chain in self.wanted:
+            chain.warm_up()
+            for _ in range(TURNS):
+                self._wait()
+                chain.round()
+        for _ in range(TURNS):
             self._wait()
-            chain.round()
-        self._wait()
-        self.lines.round()
-        self.extras.round()
+            self.lines.round()
+            self.extras.round()
 
     def _wait(self) -> None:
         if self.places.size > 1:
@@ -115,10 +122,9 @@ class Session:
 
     def profile(self) -> Profile:
         """All that was seen so far, the same on every rank."""
-        fewest = min([self.rounds, *(chain.num_rounds for chain in self.chains.values())])
-        if fewest < LEAST:
-            raise ProfileError(f"{fewest} of at least {LEAST} rounds were measured",
-                               where="Session.round", fix="call round() more often")  # fmt: skip
+        if not self.rounds or not all(chain.num_rounds for chain in self.chains.values()):
+            raise ProfileError("nothing was measured of some blocks", where="Session.round",
+                               fix="call round() at least once after focus()")  # fmt: skip
         found: dict[CellNeed, Piece] = {}
         curves = self.lines.result()
         known = Lookup(Profile(self.cluster, (), curves))
@@ -158,7 +164,7 @@ class Session:
         """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
         they are known by more than a look."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
-        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * LEAST] or found
+        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * TURNS] or found
 
     def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
         own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)

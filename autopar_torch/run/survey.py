@@ -17,7 +17,7 @@ from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError
 from ..measure.links import WARM_UP, Lines
-from ..measure.session import LEAST, Session
+from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..plan import Plan
@@ -37,7 +37,7 @@ log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
 MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
-LINK_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 6, 30
+LINK_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 10
 CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
 MOST_NAMES = 3  # of what is too uncertain
 
@@ -66,8 +66,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
                          look=seconds <= QUICK_S)  # fmt: skip
-    for _ in range(LEAST):
-        session.round()
+    session.round()
     profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
                              seconds)  # fmt: skip
     name_noise(profile, world)
@@ -90,7 +89,7 @@ def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGrap
         if enough and not fresh:
             return session.profile()  # with the noise of what is close
         for done in range(FOCUSED_ROUNDS):
-            if done >= LEAST and not fresh and _late(deadline, world):
+            if done and not fresh and _late(deadline, world):
                 break
             session.round()
         profile = session.profile()
