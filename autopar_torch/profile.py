@@ -148,7 +148,7 @@ class Overheads(Struct, frozen=True):
 
     step_s: float = 0.0  # once per step: taking the batch, handing the gradients over
     micro_batch_s: float = 0.0  # per micro-batch: its part of the batch, masks and tables
-    action_s: float = 0.0  # per forward or backward of a stage: coming to it from something else
+    action_s: float = 0.0  # per forward of a stage: coming to it from a backward
     meet_s: float = 0.0  # until ranks that share cores have met after computing
     update_s_per_byte: float = 0.0  # optimizer, per byte of parameters
     update_s_per_tensor: float = 0.0

@@ -218,7 +218,7 @@ def test_a_session_wants_a_round_and_names_what_varies_too_much() -> None:
         found.profile()
     found.round()
     runner = next(iter(found.chains.values())).runners[0]
-    runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]
+    runner.samples["forward"] = [Sample(seconds, 0.0, seconds) for seconds in (0.1, 0.5, 0.1, 0.5)]
     assert any(name.startswith(runner.need.kind) for name in found.noise())
     assert found.profile().noise == found.noise()
 
@@ -295,7 +295,7 @@ def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:
 
 def test_a_rank_that_stays_behind_varies_the_pace_of_both() -> None:
     """Beside its own rounds it would look steady."""
-    quick, slow = [Sample(1.0, 0.0)] * 4, [Sample(1.2, 0.0)] * 4
+    quick, slow = [Sample(1.0, 0.0, 1.0)] * 4, [Sample(1.2, 0.0, 1.2)] * 4
     ranks = [variation([samples]).rounds for samples in (quick, slow)]
     assert sorted(paces(ranks)) == pytest.approx([1 / 1.1] * 4 + [1.2 / 1.1] * 4)
 

@@ -20,10 +20,9 @@ from ..shard.collectives import Axis
 from ..shard.layout import local_shape, parse_forms
 from ..shard.linear import WeightQueue
 from ..shard.lower import lower
-from ..shard.watch import between, listen, stamp
 from ..trace import Traced
 from .bytes import TensorBytes
-from .samples import Sample, Scales, Variation, scales, seconds, variation, whole
+from .samples import Sample, Scales, Variation, sampled, scales, seconds, variation, whole
 from .stats import median, uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
@@ -33,14 +32,6 @@ ALIKE = ("backward", "backward", "input")  # where what a core did is taken from
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
-
-
-def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
-    with listen() as watch:
-        start = stamp()
-        result = work()
-        end = stamp()
-    return result, Sample(between(start, end), watch.seconds)
 
 
 class Counted(NamedTuple):
@@ -59,6 +50,7 @@ class Runner:
     module: fx.GraphModule
     args: list[Any]
     grads: list[Tensor]  # of the outputs that have one, made before anything is counted
+    by_core: bool = False
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue = field(default_factory=WeightQueue)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -69,7 +61,7 @@ class Runner:
         return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
 
     def forward(self, keep: bool = True) -> None:
-        self.outputs, sample = sampled(self.run)
+        self.outputs, sample = sampled(self.run, self.by_core)
         if keep:
             self.samples.setdefault("forward", []).append(sample)
 
@@ -89,13 +81,13 @@ class Runner:
                 torch.autograd.backward(ends, self.grads)
 
         with self.queue if how == "input" else contextlib.nullcontext():
-            _, sample = sampled(work)
+            _, sample = sampled(work, self.by_core)
         self.outputs = ()
         self.samples.setdefault(how, []).append(sample)
 
     def weights(self) -> None:
         if self.queue.waiting:
-            _, sample = sampled(self.queue.flush)
+            _, sample = sampled(self.queue.flush, self.by_core)
             self.samples.setdefault("weight", []).append(sample)
 
     def clear(self) -> None:
@@ -115,6 +107,7 @@ class Blocks:
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
         self.alike = shares_core and self.exchanges  # see `scales`
+        self.by_core = shares_core and not self.exchanges
         self.turns = itertools.cycle(ALIKE if self.alike else TURNS)
         self.num_rounds = 0
         self.cores: list[float] = []  # seconds on this thread's core, per round
@@ -124,7 +117,8 @@ class Blocks:
         for need in needs:
             block = next(b for b in traced.graph.blocks if b.kind == need.kind)
             count = min(COPIES, sum(b.kind == need.kind for b in traced.graph.blocks))
-            made = [_runner(need, block, traced, axes, context, device) for _ in range(count)]
+            made = [_runner(need, block, traced, axes, context, device, self.by_core)
+                    for _ in range(count)]  # fmt: skip
             self.first.append(made[0])
             self.runners += made
 
@@ -151,7 +145,7 @@ class Blocks:
         if how == "added" or self.alike:
             for runner in self.runners:
                 runner.clear()
-        self.switched.append(sampled(self.typical.run)[1])
+        self.switched.append(sampled(self.typical.run, self.by_core)[1])
 
     @property
     def typical(self) -> Runner:
@@ -161,7 +155,7 @@ class Blocks:
 
     def switch_s(self) -> float:
         """How much longer a forward takes right after backwards, when a core has to fetch its
-        program again: once per action of a schedule."""
+        program again. (A backward after forwards is what a round measures.)"""
         usual = median([s.compute_s for s in self.typical.samples["forward"]])
         return max(0.0, median([s.compute_s for s in self.switched]) - usual)
 
@@ -225,7 +219,7 @@ class Blocks:
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
-            context: dict[str, Any], device: torch.device) -> Runner:  # fmt: skip
+            context: dict[str, Any], device: torch.device, by_core: bool) -> Runner:  # fmt: skip
     graph = traced.programs[need.kind]
     module = lower(graph, need.sharding, axes, rows=need.rows, device=device)
     args = []
@@ -234,7 +228,7 @@ def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
             args.append(context[block.context[node.name]])
         else:
             args.append(_random(node.name, node.meta["info"], need, axes, device))
-    return Runner(need, module, args, [])
+    return Runner(need, module, args, [], by_core)
 
 
 def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],

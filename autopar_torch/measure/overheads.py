@@ -9,13 +9,14 @@ import torch
 
 from ..profile import Overheads
 from ..shard.parts import copy_rows, fill, flat_piece
-from ..shard.watch import between, stamp
 from .links import FLUSH, Places, computing
+from .samples import sampled
 from .stats import median
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
 MEETINGS = 2
 COLD = ("update", "fill")  # come long after what they need was last used
+WARM = ("batch", "context")  # come before what begins a step or a micro-batch, as every time
 TOGETHER = ("meet", "compute", "both")  # all ranks begin at once
 
 
@@ -49,11 +50,13 @@ class Extras:
         for name, work in self.works.items():
             if name in COLD:
                 torch.ones(FLUSH, device=self.device)
+            if name in WARM:
+                work()
             if name in TOGETHER:
                 self.places.sum(self.flag)
-            start = stamp()
-            work()
-            self.samples[name].append(between(start, stamp()))
+            by_core = self.ranks_per_core > 1 and name not in TOGETHER
+            _, sample = sampled(work, by_core)
+            self.samples[name].append(sample.compute_s if by_core else sample.wall_s)
 
     def forget(self) -> None:
         for samples in self.samples.values():
@@ -81,17 +84,16 @@ class Extras:
     def result(self) -> Overheads:
         """Seconds of a rank alone on its core; all ranks were busy at once."""
         found = {name: median(samples) for name, samples in self.samples.items()}
-        alone = {name: seconds / self.ranks_per_core for name, seconds in found.items()}
         num_bytes = 4 * sum(self.sizes)
         return Overheads(
-            step_s=alone["batch"],
-            micro_batch_s=alone["context"],
+            step_s=found["batch"],
+            micro_batch_s=found["context"],
             meet_s=self._meet_s(found),
-            update_s_per_byte=max(0.0, alone["update"] - alone["small"]) / num_bytes,
-            update_s_per_tensor=alone["small"] / len(self.sizes),
-            copy_s_per_byte=alone["pack"] / num_bytes,
-            cut_s_per_byte=alone["cut"] / num_bytes,
-            fill_s_per_byte=alone["fill"] / num_bytes,
+            update_s_per_byte=max(0.0, found["update"] - found["small"]) / num_bytes,
+            update_s_per_tensor=found["small"] / len(self.sizes),
+            copy_s_per_byte=found["pack"] / num_bytes,
+            cut_s_per_byte=found["cut"] / num_bytes,
+            fill_s_per_byte=found["fill"] / num_bytes,
         )
 
 

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..shard.watch import between, listen, stamp
 from .stats import mean, median
 
 
 class Sample(NamedTuple):
-    """One run: on the clock, and the part of it exchanging."""
+    """One run: on the clock, the part of it exchanging, and what this rank computed."""
 
     wall_s: float
     comm_s: float
+    compute_s: float
 
-    @property
-    def compute_s(self) -> float:
-        return self.wall_s - self.comm_s
+
+def sampled(work: Callable[[], Any], by_core: bool = False) -> tuple[Any, Sample]:
+    """`by_core`: ranks share it, and so the clock says nothing of what one of them computes."""
+    with listen() as watch:
+        start, core = stamp(), core_clock(by_core)
+        result = work()
+        core, end = core_clock(by_core) - core, stamp()
+    wall_s, comm_s = between(start, end), watch.seconds
+    return result, Sample(wall_s, comm_s, core if by_core else wall_s - comm_s)
+
+
+def core_clock(by_core: bool) -> float:
+    """Of this thread; not read without need, since that delays the waking of others."""
+    return time.thread_time() if by_core else 0.0
 
 
 class Scales(NamedTuple):
@@ -33,22 +47,18 @@ def scales(own: Columns, cores: Sequence[float], ranks_per_core: int) -> Scales:
     """Whole rounds are what counts: their medians are met by the sum of the blocks.
 
     A core that is shared or throttled stops for milliseconds, and a rank is late for milliseconds,
-    seldom within a short block. Where ranks share a core, `cores` says what each computed in a
-    round, and what an exchange takes is what is left of it.
+    seldom within a short block. Where ranks share a core and exchange, `cores` says what each
+    computed in a round, and what an exchange takes is what is left of it.
     """
     compute = sum(median([s.compute_s for s in samples]) for samples in own)
     comm = sum(median([s.comm_s for s in samples]) for samples in own)
     if not compute:
         return Scales()
-    rounds = whole(own, lambda s: s.wall_s)
-    if ranks_per_core == 1:
-        computing = median(whole(own, lambda s: s.compute_s))
-        left = whole(own, lambda s: s.comm_s)
-    elif comm:
-        computing = median(cores)
+    computing = median(whole(own, lambda s: s.compute_s))
+    left = whole(own, lambda s: s.comm_s)
+    if ranks_per_core > 1 and comm:
+        computing, rounds = median(cores), whole(own, lambda s: s.wall_s)
         left = [wall - ranks_per_core * core for wall, core in zip(rounds, cores, strict=True)]
-    else:
-        computing, left = median(rounds) / ranks_per_core, [0.0]
     return Scales(computing / compute, max(0.0, median(left)) / comm if comm else 1.0)
 
 

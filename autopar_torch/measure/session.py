@@ -144,9 +144,8 @@ class Session:
         return Cell(need.kind, need.key, (kept.again,), "derived")
 
     def _switch_s(self) -> float:
-        """Of a rank alone on its core."""
         found = [chain.switch_s() for chain in self._alone()]
-        return median(found) / self.cluster.ranks_per_core if found else 0.0
+        return median(found) if found else 0.0
 
     def _jitter(self) -> Jitter:
         """Of whole rounds and single runs, of all ranks together."""

@@ -215,6 +215,9 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     u_k c_k - delta (u_k + .. + u_(p-1)) = K, but u_0 c_0 = K. Any schedule takes m S / p, as some
     position has S / p to do for each of m micro-batches.
 
+    Seconds that come with every forward (e) are in both f_k and t_k: with F <= phi T, f_k is no more
+    than phi t_k (1 - x) + x t_k, where x = e / t_k is at most that of the quickest block alone.
+
     As blocks are whole, some t_k is at least t of `_slowest`: c_0 t for it (c_0 is the least) in
     place of S K, or m t. As no position takes longer than the longest, that one gives the last case
     (m-1 - (p-1) max(phi, delta)) t. All chains end with the first stage, whose bucket follows; only
@@ -225,19 +228,19 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     least, most = space.added, space.added_most
     forward = costs[FORWARD]
     work = forward + space.backward() + least
-    extra_f, extra = over.action_s + over.micro_batch_s, 2 * over.action_s + over.micro_batch_s
-    stages = p * space.virtual
+    extra, stages = over.action_s + over.micro_batch_s, p * space.virtual  # of every forward
     total = (counts * work).sum(axis=0) + stages * extra
-    ahead = (counts * forward).sum(axis=0) + stages * extra_f
+    ahead = (counts * forward).sum(axis=0) + stages * extra
     used = (counts > 0) & (work > 0)
-    phi = _ratio(forward, work, used).max(axis=0)
-    phi = np.maximum(phi, extra_f / extra if extra else 0.0)
+    quickest = np.where(counts > 0, work, np.inf).min(axis=0)
+    share = extra / np.maximum(quickest + extra, TINY)  # of what a position does, at most
+    phi = _ratio(forward, work, used).max(axis=0) * (1 - share) + share
     slowest = work + most - least
     iota = np.where(used, _ratio(costs[INPUT], slowest, used), 1.0).min(axis=0)
-    iota = np.where(split, np.minimum(iota, over.action_s / extra if extra else 1.0), 0.0)
+    iota = np.where(split, iota * (1 - share), 0.0)
     there, back = _messages(space)
     name = space.schedule
-    early = (counts * space.early()).sum(axis=0) + stages * over.action_s
+    early = (counts * space.early()).sum(axis=0)
     base = np.where(split, ahead + there,
                     np.where(space.hurries, ahead + early, total) + there + back)  # fmt: skip
     factor, first = _spread(space, phi, iota)

@@ -136,7 +136,6 @@ class Pricer:
         c, over = self.candidate, self.over
         work = np.diff(self.work[:, borders], axis=2)
         work[_FORWARD] += over.action_s + over.micro_batch_s
-        work[_BACKWARD : _INPUT + 1] += over.action_s
         send, back = np.zeros((2, len(borders), c.stages() - 1))
         for curve, s in self.tables.hops(self.tp, c.pp, c.stages()) if c.pp > 1 else ():
             ahead, answer = self.tables.message(c.option, self.rows, curve)

@@ -243,11 +243,11 @@ class StepTasks:
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
         for cost in ranks:
-            extra = self.overheads.action_s if action.op is not Op.W else 0.0
+            extra = 0.0
             if action.op is Op.F:
-                extra += self.overheads.micro_batch_s
+                extra = self.overheads.action_s + self.overheads.micro_batch_s
             elif action.op in (Op.B, Op.W) and action.micro_batch:
-                extra += cost.added_bytes * self.overheads.add_s_per_byte
+                extra = cost.added_bytes * self.overheads.add_s_per_byte
             self._compute(cost.rank, name, extra)
 
     def _reduce(self) -> None:
