@@ -6,6 +6,7 @@ import itertools
 import os
 import statistics
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
 from autopar_torch.measure.links import Line
-from autopar_torch.measure.samples import Sample, paces, variation
+from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
 from autopar_torch.measure.stats import evened
 from autopar_torch.plan import fit
@@ -63,7 +64,7 @@ def measured() -> dict[str, dict[str, Any]]:
     for side in sides.values():
         side.step()
     measuring = session_for(sides)
-    for _ in range(5):
+    for _ in range(3):
         measuring.round()
         for side in sides.values():
             side.timed()
@@ -163,6 +164,14 @@ def test_a_crowd_takes_as_long_as_the_engine_says_of_groups_that_share_cores(
     assert crowd(mesh, Lookup(Profile(cluster, (), (busy,)))) == pytest.approx(together[0][1])
 
 
+def test_what_ranks_on_one_core_compute_is_told_by_the_clock_of_their_thread() -> None:
+    _, sample = sampled(lambda: time.sleep(0.1), by_core=True)  # somebody else has the core
+    assert sample.compute_s == sample.wall_s < 0.05
+    assert scales([[sample] * 4], (), ranks_per_core=2) == Scales()
+    exchanging = [Sample(1.0, 0.4)] * 4
+    assert scales([exchanging], [0.3] * 4, 2) == pytest.approx(Scales(0.3 / 0.6, 0.4 / 0.4))
+
+
 def test_a_cell_that_was_measured_in_part_says_so() -> None:
     cells = [Cell("layer", AGAIN, (Piece(4, 1.0, 1.0),)),
              Cell("layer", AGAIN, (Piece(2, 1.0, 1.0),), "derived")]  # fmt: skip
@@ -218,7 +227,7 @@ def test_a_session_wants_a_round_and_names_what_varies_too_much() -> None:
         found.profile()
     found.round()
     runner = next(iter(found.chains.values())).runners[0]
-    runner.samples["forward"] = [Sample(seconds, 0.0, seconds) for seconds in (0.1, 0.5, 0.1, 0.5)]
+    runner.samples["forward"] = [Sample(seconds, 0.0) for seconds in (0.1, 0.5, 0.1, 0.5)]
     assert any(name.startswith(runner.need.kind) for name in found.noise())
     assert found.profile().noise == found.noise()
 
@@ -295,7 +304,7 @@ def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:
 
 def test_a_rank_that_stays_behind_varies_the_pace_of_both() -> None:
     """Beside its own rounds it would look steady."""
-    quick, slow = [Sample(1.0, 0.0, 1.0)] * 4, [Sample(1.2, 0.0, 1.2)] * 4
+    quick, slow = [Sample(1.0, 0.0)] * 4, [Sample(1.2, 0.0)] * 4
     ranks = [variation([samples]).rounds for samples in (quick, slow)]
     assert sorted(paces(ranks)) == pytest.approx([1 / 1.1] * 4 + [1.2 / 1.1] * 4)
 

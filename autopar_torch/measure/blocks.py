@@ -110,7 +110,7 @@ class Blocks:
         self.by_core = shares_core and not self.exchanges
         self.turns = itertools.cycle(ALIKE if self.alike else TURNS)
         self.num_rounds = 0
-        self.cores: list[float] = []  # seconds on this thread's core, per round
+        self.cores: list[float] = []  # seconds on this thread's core, per round, where `alike`
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
             return
@@ -132,7 +132,7 @@ class Blocks:
         are asked for late are mostly added to others, as at the end of a pipeline."""
         self.num_rounds += 1
         how = next(self.turns)
-        core = time.thread_time()
+        core = time.thread_time() if self.alike else 0.0
         for runner in self.runners:
             runner.forward(keep=how != "input")
         for runner in reversed(self.runners):
@@ -140,7 +140,7 @@ class Blocks:
         if how == "input":
             for runner in reversed(self.runners):
                 runner.weights()
-        else:
+        elif self.alike:
             self.cores.append(time.thread_time() - core)
         if how == "added" or self.alike:
             for runner in self.runners:

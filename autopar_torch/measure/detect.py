@@ -29,7 +29,7 @@ def _node() -> str:
 def _core() -> str:
     """The cores that this process may use; a GPU is its own."""
     if torch.cuda.is_available():
-        return f"cuda {torch.cuda.current_device()}"
+        return f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return f"core {cores[0]}" if len(cores) == 1 else ""
 

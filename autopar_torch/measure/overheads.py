@@ -55,8 +55,7 @@ class Extras:
             if name in TOGETHER:
                 self.places.sum(self.flag)
             by_core = self.ranks_per_core > 1 and name not in TOGETHER
-            _, sample = sampled(work, by_core)
-            self.samples[name].append(sample.compute_s if by_core else sample.wall_s)
+            self.samples[name].append(sampled(work, by_core)[1].wall_s)
 
     def forget(self) -> None:
         for samples in self.samples.values():

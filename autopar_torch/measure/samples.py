@@ -11,26 +11,27 @@ from .stats import mean, median
 
 
 class Sample(NamedTuple):
-    """One run: on the clock, the part of it exchanging, and what this rank computed."""
+    """One run: on the clock, and the part of it exchanging."""
 
     wall_s: float
     comm_s: float
-    compute_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.wall_s - self.comm_s
 
 
 def sampled(work: Callable[[], Any], by_core: bool = False) -> tuple[Any, Sample]:
-    """`by_core`: ranks share it, and so the clock says nothing of what one of them computes."""
+    """`by_core`: others share it, so what this one computes is told by the clock of its thread;
+    which is read only where nothing is exchanged, since that delays the waking of others."""
+    if by_core:
+        core = time.thread_time()
+        return work(), Sample(time.thread_time() - core, 0.0)
     with listen() as watch:
-        start, core = stamp(), core_clock(by_core)
+        start = stamp()
         result = work()
-        core, end = core_clock(by_core) - core, stamp()
-    wall_s, comm_s = between(start, end), watch.seconds
-    return result, Sample(wall_s, comm_s, core if by_core else wall_s - comm_s)
-
-
-def core_clock(by_core: bool) -> float:
-    """Of this thread; not read without need, since that delays the waking of others."""
-    return time.thread_time() if by_core else 0.0
+        end = stamp()
+    return result, Sample(between(start, end), watch.seconds)
 
 
 class Scales(NamedTuple):
@@ -56,7 +57,7 @@ def scales(own: Columns, cores: Sequence[float], ranks_per_core: int) -> Scales:
         return Scales()
     computing = median(whole(own, lambda s: s.compute_s))
     left = whole(own, lambda s: s.comm_s)
-    if ranks_per_core > 1 and comm:
+    if cores:
         computing, rounds = median(cores), whole(own, lambda s: s.wall_s)
         left = [wall - ranks_per_core * core for wall, core in zip(rounds, cores, strict=True)]
     return Scales(computing / compute, max(0.0, median(left)) / comm if comm else 1.0)

@@ -215,8 +215,9 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     u_k c_k - delta (u_k + .. + u_(p-1)) = K, but u_0 c_0 = K. Any schedule takes m S / p, as some
     position has S / p to do for each of m micro-batches.
 
-    Seconds that come with every forward (e) are in both f_k and t_k: with F <= phi T, f_k is no more
-    than phi t_k (1 - x) + x t_k, where x = e / t_k is at most that of the quickest block alone.
+    Seconds e that come with every forward are in f_k and t_k: with F <= phi T and I >= iota T but
+    for them, f_k <= (phi (1 - x) + x) t_k and i_k >= iota (1 - x) t_k, where x = e / t_k is at most
+    that of the quickest block alone.
 
     As blocks are whole, some t_k is at least t of `_slowest`: c_0 t for it (c_0 is the least) in
     place of S K, or m t. As no position takes longer than the longest, that one gives the last case
