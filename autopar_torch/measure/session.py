@@ -25,14 +25,12 @@ from ..profile import (
     merged,
 )
 from ..trace import Traced
-from .blocks import Axes, Blocks, Context
+from .blocks import TURNS, Axes, Blocks, Context
 from .bytes import TensorBytes
 from .links import WARM_UP, Lines, Places
 from .overheads import Extras
 from .samples import paces
 from .stats import NOISE_LIMIT, evened, median, quantiles
-
-TURNS = 3  # in a round: every way to run a backward has one
 
 
 class Session:
@@ -108,10 +106,10 @@ class Session:
         self.rounds += 1
         for chain in self.wanted:
             chain.warm_up()
-            for _ in range(TURNS):
+            for _ in TURNS:
                 self._wait()
                 chain.round()
-        for _ in range(TURNS):
+        for _ in TURNS:
             self._wait()
             self.lines.round()
             self.extras.round()
@@ -165,7 +163,7 @@ class Session:
         """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
         they are known by more than a look."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
-        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * TURNS] or found
+        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * len(TURNS)] or found
 
     def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
         own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)

@@ -215,30 +215,19 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     u_k c_k - delta (u_k + .. + u_(p-1)) = K, but u_0 c_0 = K. Any schedule takes m S / p, as some
     position has S / p to do for each of m micro-batches.
 
-    Seconds e that come with every forward are in f_k and t_k: with F <= phi T and I >= iota T but
-    for them, f_k <= (phi (1 - x) + x) t_k and i_k >= iota (1 - x) t_k, where x = e / t_k is at most
-    that of the quickest block alone.
-
     As blocks are whole, some t_k is at least t of `_slowest`: c_0 t for it (c_0 is the least) in
     place of S K, or m t. As no position takes longer than the longest, that one gives the last case
     (m-1 - (p-1) max(phi, delta)) t. All chains end with the first stage, whose bucket follows; only
     m t may end, in 1F1B, with the weights of another.
     """
     over, p, m = space.tables.profile.profile.overheads, space.pp, space.count
-    counts, costs, split = space.counts, space.costs, space.split
-    least, most = space.added, space.added_most
-    forward = costs[FORWARD]
+    counts, split, least = space.counts, space.split, space.added
+    forward = space.costs[FORWARD]
     work = forward + space.backward() + least
     extra, stages = over.action_s + over.micro_batch_s, p * space.virtual  # of every forward
     total = (counts * work).sum(axis=0) + stages * extra
     ahead = (counts * forward).sum(axis=0) + stages * extra
-    used = (counts > 0) & (work > 0)
-    quickest = np.where(counts > 0, work, np.inf).min(axis=0)
-    share = extra / np.maximum(quickest + extra, TINY)  # of what a position does, at most
-    phi = _ratio(forward, work, used).max(axis=0) * (1 - share) + share
-    slowest = work + most - least
-    iota = np.where(used, _ratio(costs[INPUT], slowest, used), 1.0).min(axis=0)
-    iota = np.where(split, iota * (1 - share), 0.0)
+    phi, iota = _fractions(space, work, extra)
     there, back = _messages(space)
     name = space.schedule
     early = (counts * space.early()).sum(axis=0)
@@ -254,6 +243,22 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     chains = np.maximum(chains, drained + there + back)
     seconds = np.maximum(alone, chains + bucket)
     return np.where(p == 1, m * total + bucket, seconds)
+
+
+def _fractions(space: _Space, work: Array, extra: float) -> tuple[Array, Array]:
+    """phi: the forward of a position is no more of its work; iota: its inner backward no less.
+
+    Seconds e that come with every forward are in f_k and t_k: with F <= phi T and I >= iota T but
+    for them, f_k <= (phi (1 - x) + x) t_k and i_k >= iota (1 - x) t_k, where x = e / t_k is at most
+    that of the quickest block alone.
+    """
+    there, costs = space.counts > 0, space.costs
+    used, slowest = there & (work > 0), work + space.added_most - space.added
+    quickest = np.where(there, work, np.inf).min(axis=0)
+    share = extra / np.maximum(quickest + extra, TINY)
+    phi = _ratio(costs[FORWARD], work, used).max(axis=0) * (1 - share) + share
+    iota = np.where(used, _ratio(costs[INPUT], slowest, used), 1.0).min(axis=0)
+    return phi, np.where(space.split, iota * (1 - share), 0.0)
 
 
 def _per_micro_batch(space: _Space) -> tuple[Array, Array]:
