@@ -174,16 +174,18 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
 
 def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
     """A plan's prediction beside what was measured; all ranks call it."""
+    from autopar_torch.run.confirm import slowest
     from autopar_torch.simulate import simulate
 
     timeline = simulate(side.model.plan, side.model.graph, profile, num_rows, draws=DRAWS)
-    own = (statistics.median(side.computing), side.peak_bytes())
-    computing, peaks = zip(*side.model.world.gather(own), strict=True)
-    halves = [statistics.median(side.seconds[i::2]) for i in (0, 1)]
+    own = (side.seconds, statistics.median(side.computing), side.peak_bytes())
+    everyone, computing, peaks = zip(*side.model.world.gather(own), strict=True)
+    seconds = slowest(everyone)
+    halves = [statistics.median(seconds[i::2]) for i in (0, 1)]
     parts = [timeline.parts(rank) for rank in range(side.model.world.size)]
     return {
-        "predicted_s": timeline.step_s, "measured_s": statistics.median(side.seconds),
-        "samples": side.seconds, "noise": abs(halves[0] / halves[1] - 1),
+        "predicted_s": timeline.step_s, "measured_s": statistics.median(seconds),
+        "samples": seconds, "by_rank": everyone, "noise": abs(halves[0] / halves[1] - 1),
         "compute_s": statistics.mean(p.compute_s for p in parts),
         "comm_s": statistics.mean(p.comm_s for p in parts),
         "overlap_s": statistics.mean(p.overlap_s for p in parts),

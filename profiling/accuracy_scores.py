@@ -54,11 +54,13 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
     return statistics.correlation(places(a), places(b)) if len(a) > 2 else 1.0
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the means of resampled values."""
+def interval(
+    values: list[float], of: Callable[[list[float]], float] = statistics.mean
+) -> tuple[float, float]:
+    """95 % of the means (or what else is asked for) of resampled values."""
     pick = random.Random(0)
-    means = sorted(statistics.mean(pick.choices(values, k=len(values))) for _ in range(1000))
-    return means[25], means[974]
+    found = sorted(of(pick.choices(values, k=len(values))) for _ in range(1000))
+    return found[25], found[974]
 
 
 def grouped(rows: list[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

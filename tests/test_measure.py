@@ -25,7 +25,7 @@ from autopar_torch.measure.stats import evened
 from autopar_torch.plan import fit
 from autopar_torch.profile import AGAIN, Cell, Curve, Lookup, Piece, Profile, merged
 from autopar_torch.run import choose, survey
-from autopar_torch.run.confirm import race
+from autopar_torch.run.confirm import race, usual
 from autopar_torch.run.observe import cluster_of, session, session_on
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
@@ -311,9 +311,26 @@ def test_a_rank_that_stays_behind_varies_the_pace_of_both() -> None:
 
 def test_who_is_far_behind_after_a_heat_steps_no_more() -> None:
     runners = [Paced(1.5), Paced(1.0), Paced(1.05), Paced(2.0)]
-    medians = race(runners, ((2, 1.3), (5, 1.02), (8, 1.0)), World(0, 1), stays=(3,))
-    assert [len(runner.seconds) for runner in runners] == [2, 8, 5, 8]
-    assert medians == [runner.step_s for runner in runners]
+    rounds_s = race(runners, ((2, 1.3), (5, 1.02), (8, 1.0)), World(0, 1), stays=(3,))
+    assert [len(seconds) for seconds in rounds_s] == [2, 8, 5, 8]
+    assert rounds_s == [runner.seconds for runner in runners]
+
+
+def test_a_plan_takes_as_long_as_its_slowest_rank() -> None:
+    """One stage of a pipeline is done before the other; so is the plan that keeps it idle."""
+    two_ranks: Any = SimpleNamespace(
+        gather=lambda own: [own, [[3.0] * 2, [1.5] * 2] if isinstance(own, list) else own]
+    )
+    found = race([Paced(1.0), Paced(2.0)], ((2, 1.3),), two_ranks)
+    assert found == [[3.0, 3.0], [2.0, 2.0]]
+
+
+def test_who_is_quicker_in_most_rounds_is_quicker_whatever_spells_they_met() -> None:
+    quick, slow = [1.0, 1.0, 2.0, 2.0, 2.2], [1.05, 1.05, 2.1, 2.1, 1.0]
+    assert statistics.median(quick) > statistics.median(slow)
+    first, second, stopped = usual([quick, slow, [3.0, 3.0]])
+    assert second / first == pytest.approx(1.05)
+    assert stopped == pytest.approx(3.0)
 
 
 def test_no_heat_begins_after_enough_seconds() -> None:

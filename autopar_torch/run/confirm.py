@@ -22,7 +22,7 @@ from .materialize import full_values
 from .model import ParallelModel
 from .world import World
 
-HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.0))  # rounds; who is slower by that then stops
+HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.03), (64, 1.0))  # rounds; who is behind then stops
 ENOUGH_S = 20.0  # then no further heat begins
 
 
@@ -35,27 +35,46 @@ class Runner(Protocol):
 
 
 def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: World,
-         stays: Collection[int] = (), enough_s: float = math.inf) -> list[float]:  # fmt: skip
-    """Steps in turn, the order drawn anew each round; who is far behind stops. Median seconds, on
-    the average of the ranks; all ranks must call this."""
+         stays: Collection[int] = (),
+         enough_s: float = math.inf) -> list[list[float]]:  # fmt: skip
+    """Steps in turn, the order drawn anew each round; who is far behind stops. The seconds of each
+    runner, round by round; all ranks must call this."""
     begin = time.perf_counter()
     for runner in runners:
         runner.timed()
         runner.seconds.clear()
     running, done = list(range(len(runners))), 0
-    medians = [0.0] * len(runners)
+    rounds_s: list[list[float]] = [[] for _ in runners]
     for rounds, factor in heats:
         for number in range(done, rounds):
             for i in random.Random(number).sample(running, len(running)):
                 runners[i].timed()
         done = rounds
-        own = [statistics.median(runner.seconds) for runner in runners]
-        medians = [statistics.mean(column) for column in zip(*world.gather(own), strict=True)]
-        limit = min(medians[i] for i in running) * factor
-        running = [i for i in running if medians[i] <= limit or i in stays]
+        everyone = world.gather([runner.seconds for runner in runners])
+        rounds_s = [slowest(ranks) for ranks in zip(*everyone, strict=True)]
+        so_far = usual(rounds_s)
+        limit = min(so_far[i] for i in running) * factor
+        running = [i for i in running if so_far[i] <= limit or i in stays]
         if max(world.gather(time.perf_counter() - begin)) > enough_s:
             break
-    return medians
+    return rounds_s
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Round by round, what the last of the ranks took: a step is over when all are done with it."""
+    return [max(times) for times in zip(*ranks, strict=True)]
+
+
+def usual(rounds_s: Sequence[Sequence[float]]) -> list[float]:
+    """What each runner's rounds usually take, as if those that ran as often or more had met the
+    same spells in each: a machine may be quick in one round and slow in the next."""
+    found = []
+    for own in rounds_s:
+        peers = [other for other in rounds_s if len(other) >= len(own)]
+        paces = [statistics.mean(times) for times in zip(*peers, strict=False)]
+        ratios = [seconds / pace for seconds, pace in zip(own, paces, strict=True)]
+        found.append(statistics.median(ratios) * statistics.median(paces))
+    return found
 
 
 class _Trial:
@@ -95,9 +114,10 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     tried = varied((first, *found.others), count)
     state = torch.random.get_rng_state()
     trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
-    times = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
+    rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
+    times = usual(rounds_s)
     torch.random.set_rng_state(state)
-    order = sorted(range(len(tried)), key=lambda i: (-len(trials[i].seconds), times[i]))
+    order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))
     rest = [choice for choice in found.others if choice not in tried]
     others = (*(tried[i] for i in order[1:]), *rest)
     best = tried[order[0]]
