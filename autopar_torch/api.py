@@ -15,7 +15,7 @@ from . import files
 from .errors import AutoparError, PlanError, TraceError
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
-from .run import choose, fallback, observe, offline, shardings, survey, world
+from .run import choose, fallback, observe, offline, shardings, survey, tracing, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
@@ -25,9 +25,9 @@ from .search.space import Constraints
 from .search.why import Case
 from .simulate import simulate as simulated
 from .timeline import Timeline
-from .trace import Traced, trace
+from .trace import Traced
 from .trace.call import Call, take_apart
-from .trace.capture import LossFn, describe_params
+from .trace.capture import LossFn
 
 log = logging.getLogger("autopar_torch")
 FIELDS = Constraints.__struct_fields__
@@ -80,7 +80,8 @@ def parallelize(
             _adopt(parallel, call, given, loss_fn, source)
 
     parallel = ParallelModel(model, place, device, prepare, outputs)
-    parallel.retrace = _tracer(model, device, loss_fn, (given or limits).precision)
+    own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
+    parallel.retrace = tracing.once(own, place)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -162,7 +163,8 @@ def measure(
     rank, size = world.start()
     place, limits = world.World(rank, size), _limits(constraints)
     call, tensors = take_apart(*_as_call(example_inputs))
-    traced = _tracer(model, world.device(), loss_fn, limits.precision)(call, True, ("loss",))
+    own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
+    traced = tracing.once(own, place)(call, True, ("loss",))
     return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
                           world.device(), observe.cluster_of(place), limits, seconds)  # fmt: skip
 
@@ -170,7 +172,8 @@ def measure(
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
             precision: Precision) -> tuple[Traced, Call]:  # fmt: skip
     call, _ = take_apart(*_as_call(example))
-    return _tracer(model, torch.device("cpu"), loss_fn, precision)(call, True, ("loss",)), call
+    own = tracing.tracer(model, torch.device("cpu"), loss_fn, precision)
+    return own(call, True, ("loss",)), call
 
 
 def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -216,26 +219,6 @@ def _tell_unused(limits: Constraints, confirm: int, done: Constraints, why: str)
     names += ["confirm"] if confirm else []
     if names:
         log.warning("not honoured, as %s: %s", why, ", ".join(names))
-
-
-Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
-
-
-def _tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
-            precision: Precision) -> Tracer:  # fmt: skip
-    known = describe_params(model)
-    dtype = torch.bfloat16 if precision == "bfloat16" else None
-
-    def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
-        before = model.training
-        model.train(training)
-        try:
-            return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted, params=known,
-                         dtype=dtype)  # fmt: skip
-        finally:
-            model.train(before)
-
-    return retrace
 
 
 def _limits(given: Constraints | Mapping[str, Any] | None) -> Constraints:

@@ -6,8 +6,8 @@
 With --json a picture is drawn beside the file.
 
 Each case runs its ranks once. Rounds of measuring the profile alternate with rounds of steps of all
-plans, since the speed of a machine drifts; medians are compared. The profile sees blocks, groups
-and updates, never a plan.
+plans, since the speed of a machine drifts; medians of what the slowest rank took are compared. The
+profile sees blocks, groups and updates, never a plan.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
     parts = [timeline.parts(rank) for rank in range(side.model.world.size)]
     return {
         "predicted_s": timeline.step_s, "measured_s": statistics.median(seconds),
-        "samples": seconds, "by_rank": everyone, "noise": abs(halves[0] / halves[1] - 1),
+        "samples": seconds, "noise": abs(halves[0] / halves[1] - 1),
         "compute_s": statistics.mean(p.compute_s for p in parts),
         "comm_s": statistics.mean(p.comm_s for p in parts),
         "overlap_s": statistics.mean(p.overlap_s for p in parts),

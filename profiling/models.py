@@ -37,6 +37,19 @@ def llama(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
+def opt(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=width, word_embed_proj_dim=width, ffn_dim=4 * width,
+        num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=SEQ,
+        dropout=0.0, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(VOCAB, (rows, SEQ))
+    return OPTForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
 def vit(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -51,4 +64,4 @@ def vit(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
                                                "labels": labels}  # fmt: skip
 
 
-MODELS = {"gpt": gpt, "llama": llama, "vit": vit}
+MODELS = {"gpt": gpt, "llama": llama, "vit": vit, "opt": opt}

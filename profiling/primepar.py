@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-MODELS = ("gpt", "llama", "vit")
+MODELS = ("gpt", "llama", "opt")
 RATES = (100.0, 200.0, 1000.0)  # Mbit/s
 
 
@@ -31,7 +31,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=0, help="emulated; 0: the ranks of torchrun")
     parser.add_argument("--ranks", type=int, default=4, help="on all emulated nodes together")
     parser.add_argument("--rate", type=float, nargs="*", dest="rates", help="Mbit/s of a node")
-    parser.add_argument("--model", nargs="*", dest="models", choices=MODELS)
+    parser.add_argument("--model", nargs="*", dest="models", choices=(*MODELS, "vit"))
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8)

@@ -91,12 +91,8 @@ def rank_main(model: str, rows: int, out: str) -> None:
     runners = [Runner(make, rows, plan) for plan in plans]
     rounds_s = race(runners, HEATS, chosen.world, stays=(0,))
     if dist.get_rank() == 0:
-        found = chosen.found
-        tried = dict(zip((short(c.plan) for c in (found, *found.others)), found.measured,
-                         strict=False))  # fmt: skip
-        rows_out = [{"plan": name, "seconds": seconds, "tried_s": tried.get(name)}
-                    for runner, seconds in zip(runners, rounds_s, strict=True)
-                    for name in [short(runner.model.plan)]]  # fmt: skip
+        rows_out = [{"plan": short(runner.model.plan), "seconds": seconds}
+                    for runner, seconds in zip(runners, rounds_s, strict=True)]  # fmt: skip
         Path(out).write_text(json.dumps(rows_out))
     dist.barrier()
     dist.destroy_process_group()

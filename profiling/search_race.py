@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--json", default="")
     parser.add_argument("--measured", action="store_true", help="on profiles of this machine")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="gpt,llama,vit")
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument("--seconds", type=float, default=2.0, help="that a profile may take")
     options = parser.parse_args()

@@ -21,11 +21,11 @@ from autopar_torch.errors import ProfileError
 from autopar_torch.measure.links import Line
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
-from autopar_torch.measure.stats import evened
+from autopar_torch.measure.stats import evened, paced_medians
 from autopar_torch.plan import fit
 from autopar_torch.profile import AGAIN, Cell, Curve, Lookup, Piece, Profile, merged
 from autopar_torch.run import choose, survey
-from autopar_torch.run.confirm import race, usual
+from autopar_torch.run.confirm import race
 from autopar_torch.run.observe import cluster_of, session, session_on
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
@@ -328,9 +328,19 @@ def test_a_plan_takes_as_long_as_its_slowest_rank() -> None:
 def test_who_is_quicker_in_most_rounds_is_quicker_whatever_spells_they_met() -> None:
     quick, slow = [1.0, 1.0, 2.0, 2.0, 2.2], [1.05, 1.05, 2.1, 2.1, 1.0]
     assert statistics.median(quick) > statistics.median(slow)
-    first, second, stopped = usual([quick, slow, [3.0, 3.0]])
+    first, second, stopped = paced_medians([quick, slow, [3.0, 3.0]])
     assert second / first == pytest.approx(1.05)
-    assert stopped == pytest.approx(3.0)
+    assert stopped / first == pytest.approx(3.0), "who stopped in a quick spell was no quicker"
+
+
+def test_regret_is_judged_in_other_rounds_than_those_that_pick() -> None:
+    from right import regret
+
+    ours = {"seconds": [1.0, 1.0, 2.0, 2.0]}
+    lucky, better = {"seconds": [0.5, 1.0, 1.0, 2.0]}, {"seconds": [0.8, 0.8, 1.6, 1.6]}
+    assert regret([ours, lucky, {"seconds": [0.1]}]) == ([0.0, 0.0], lucky)
+    found, best = regret([ours, better])
+    assert (best, found) == (better, pytest.approx([0.25, 0.25]))
 
 
 def test_no_heat_begins_after_enough_seconds() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zoo
-from autopar_torch.errors import TraceError
+from autopar_torch.errors import AutoparError, TraceError
 from autopar_torch.model import ROWS, at_rows
-from autopar_torch.trace import Traced, trace
+from autopar_torch.run import tracing
+from autopar_torch.trace import Traced, sent, trace
 from autopar_torch.trace.call import take_apart
 
 
@@ -78,6 +83,82 @@ def test_layers_that_use_their_index_are_traced_in_full() -> None:
 
 def test_sizes_follow_the_rows() -> None:
     assert [at_rows(size, 3) for size in (0, 7, ROWS, 4 * ROWS)] == [0, 7, 3, 12]
+
+
+def _shown(graph: fx.Graph) -> list[str]:
+    return [f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {n.meta['info']}" if n.op != "output"
+            else str(n.args) for n in graph.nodes]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(zoo.MODELS))
+def test_who_reads_a_trace_has_what_the_tracing_rank_found(name: str) -> None:
+    found = traced(zoo.build(name), **zoo.batch(name, 2))
+    read = sent.unpack(sent.pack(found))
+    assert isinstance(read, Traced)
+    assert (read.graph, read.sources, read.outputs, read.rowless) == (
+        found.graph, found.sources, found.outputs, found.rowless)  # fmt: skip
+    assert {kind: _shown(own) for kind, own in read.programs.items()} == {
+        kind: _shown(own) for kind, own in found.programs.items()}  # fmt: skip
+    assert _shown(read.prologue) == _shown(found.prologue)
+
+
+class Scaled(nn.Module):
+    """A plain tensor on a module, a frozen norm, and chance outside of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.norm.eval()
+        self.scale = torch.full((4,), 2.0, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = 1.0 if random.random() < 2 else 0.0
+        return (self.linear(x) * self.scale * kept).sum()
+
+
+def test_constants_travel_with_a_trace() -> None:
+    found = traced(Scaled(), x=torch.ones(2, 4))
+    read = sent.unpack(sent.pack(found))
+    assert isinstance(read, Traced) and read.consts
+    assert read.consts.keys() == found.consts.keys()
+    assert all(torch.equal(read.consts[name], own) for name, own in found.consts.items())
+
+
+def test_tracing_leaves_modes_and_random_numbers_as_they_were() -> None:
+    model, cpu = Scaled(), torch.device("cpu")
+    random.seed(0)
+    expected = random.Random(0).random()
+    own = tracing.tracer(model, cpu, lambda out: out, "float32")
+    own(take_apart((torch.ones(2, 4),), {})[0], True, None)
+    assert random.random() == expected
+    assert (model.training, model.norm.training) == (True, False)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TraceError("no loss", where="forward")])
+def test_whatever_stops_the_tracing_rank_stops_all_with_an_error_of_ours(error: Exception) -> None:
+    told: list[bytes] = []
+    first: Any = SimpleNamespace(size=2, rank=0, agree=lambda own: told.append(own) or own)
+    other: Any = SimpleNamespace(size=2, rank=1, agree=lambda _: told[0])
+
+    def stops(*_: Any) -> Traced:
+        raise error
+
+    for place in (first, other):
+        with pytest.raises(AutoparError, match=r"no loss|tracing stopped: KeyError"):
+            tracing.once(stops, place)(*take_apart((), {"x": torch.ones(2)})[:1], True, None)
+
+
+def test_calls_with_nameless_objects_are_one_call_on_every_rank() -> None:
+    things = object(), object()
+    one, other = (take_apart((torch.ones(2), thing), {})[0].key for thing in things)
+    assert one == other
+
+
+def test_what_stops_the_tracing_rank_stops_the_others_with_the_same_words() -> None:
+    error = TraceError("no loss", where="forward", fix="return one")
+    read = sent.unpack(sent.pack(error))
+    assert (type(read), str(read)) == (TraceError, str(error))
+    assert isinstance(read, TraceError) and (read.where, read.fix) == (error.where, error.fix)
 
 
 def test_no_loss_is_refused_with_the_way_out() -> None:

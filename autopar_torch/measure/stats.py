@@ -53,6 +53,15 @@ def evened(several: Sequence[Sequence[float]]) -> list[float]:
     return [noise * low / mid if mid else 1.0 for low, mid in zip(calm, usual, strict=True)]
 
 
+def paced_medians(several: Sequence[Sequence[float]]) -> list[float]:
+    """Medians of several quantities that were seen in turn, as if all had met the spells of whoever
+    was seen to the end: a machine may be quick in one round and slow in the next."""
+    most = max(len(samples) for samples in several)
+    paces = [mean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
+    return [median([x / pace for x, pace in zip(samples, paces, strict=False)]) * median(paces)
+            for samples in several]  # fmt: skip
+
+
 def _lower(values: Sequence[float]) -> float:
     """The end of the lowest third."""
     return sorted(values)[(len(values) - 1) // 3] if values else 0.0

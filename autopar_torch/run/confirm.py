@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import statistics
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
@@ -14,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..measure.stats import paced_medians
 from ..search.best import Choice, Outcome, varied
 from ..shard.watch import between, stamp
 from ..trace import Traced
@@ -22,8 +22,9 @@ from .materialize import full_values
 from .model import ParallelModel
 from .world import World
 
-HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.03), (64, 1.0))  # rounds; who is behind then stops
-ENOUGH_S = 20.0  # then no further heat begins
+# Rounds; who is slower than the best by that then stops.
+HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.04), (64, 1.02), (128, 1.0))
+ENOUGH_S = 45.0  # then no further heat begins
 
 
 class Runner(Protocol):
@@ -52,10 +53,11 @@ def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: W
         done = rounds
         everyone = world.gather([runner.seconds for runner in runners])
         rounds_s = [slowest(ranks) for ranks in zip(*everyone, strict=True)]
-        so_far = usual(rounds_s)
+        so_far = paced_medians(rounds_s)
         limit = min(so_far[i] for i in running) * factor
         running = [i for i in running if so_far[i] <= limit or i in stays]
-        if max(world.gather(time.perf_counter() - begin)) > enough_s:
+        spent_s = max(world.gather(time.perf_counter() - begin))
+        if len(running) == 1 or spent_s > enough_s:
             break
     return rounds_s
 
@@ -63,18 +65,6 @@ def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: W
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Round by round, what the last of the ranks took: a step is over when all are done with it."""
     return [max(times) for times in zip(*ranks, strict=True)]
-
-
-def usual(rounds_s: Sequence[Sequence[float]]) -> list[float]:
-    """What each runner's rounds usually take, as if those that ran as often or more had met the
-    same spells in each: a machine may be quick in one round and slow in the next."""
-    found = []
-    for own in rounds_s:
-        peers = [other for other in rounds_s if len(other) >= len(own)]
-        paces = [statistics.mean(times) for times in zip(*peers, strict=False)]
-        ratios = [seconds / pace for seconds, pace in zip(own, paces, strict=True)]
-        found.append(statistics.median(ratios) * statistics.median(paces))
-    return found
 
 
 class _Trial:
@@ -115,7 +105,7 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     state = torch.random.get_rng_state()
     trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
     rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
-    times = usual(rounds_s)
+    times = paced_medians(rounds_s)
     torch.random.set_rng_state(state)
     order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))
     rest = [choice for choice in found.others if choice not in tried]

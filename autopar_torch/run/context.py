@@ -74,6 +74,7 @@ class Prologue:
         self.modules: dict[tuple[bool, int], tuple[fx.GraphModule, list[str], list[str]]] = {}
         self.order = [n.name for n in traced.prologue.nodes]
         self.inputs = [n for n, s in traced.sources.items() if s.kind == "input"]
+        self.consts = {name: value.to(device) for name, value in traced.consts.items()}
 
     def _run(self, per_micro_batch: bool, rows: int, known: dict[str, Any]) -> dict[str, Any]:
         names = self.rowful if per_micro_batch else self.whole
@@ -96,7 +97,7 @@ class Prologue:
             if source.kind == "buffer" and source.name in self.buffers:
                 known[name] = self.buffers[source.name]
             elif source.kind == "const":
-                known[name] = self.traced.consts[source.name].to(self.device)
+                known[name] = self.consts[source.name]
         return known
 
     def for_batch(self, call: Call, tensors: Sequence[Tensor]) -> dict[str, Any]:
