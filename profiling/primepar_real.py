@@ -39,7 +39,7 @@ from models import MODELS  # noqa: E402
 from host import Calm  # noqa: E402
 
 SIDES = ("never", "always", "free")
-TOLERANCE = 1e-4  # of losses after some steps of AdamW
+TOLERANCE, COMPARED = 1e-5, 4  # of the first losses: later AdamW drives apart what rounding did
 WARM = 2
 Row = dict[str, Any]
 
@@ -112,7 +112,8 @@ def row(name: str, side: Side, base: Side, peak: int) -> Row:
     """Medians, and quartiles of the ratios of steps that ran one after the other."""
     ratios = [a / b for a, b in zip(side.seconds, base.seconds, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    off = max(abs(a - b) / abs(b) for a, b in zip(side.losses, base.losses, strict=True))
+    pairs = list(zip(side.losses, base.losses, strict=True))[:COMPARED]
+    off = max(abs(a - b) / abs(b) for a, b in pairs)
     return {"side": name, "step_s": statistics.median(side.seconds), "ratio": middle,
             "quartiles": [low, high], "peak_bytes": peak, "rings": side.num_rings,
             "plan": side.model.plan.describe().partition(";")[0],
