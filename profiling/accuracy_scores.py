@@ -55,12 +55,14 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 
 def interval(
-    values: list[float], of: Callable[[list[float]], float] = statistics.mean
+    values: list[float],
+    of: Callable[[list[float]], float] = statistics.mean,
+    resamples: int = 1000,
 ) -> tuple[float, float]:
     """95 % of the means (or what else is asked for) of resampled values."""
     pick = random.Random(0)
-    found = sorted(of(pick.choices(values, k=len(values))) for _ in range(1000))
-    return found[25], found[974]
+    found = sorted(of(pick.choices(values, k=len(values))) for _ in range(resamples))
+    return found[int(0.025 * resamples)], found[int(0.975 * resamples) - 1]
 
 
 def grouped(rows: list[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -27,7 +27,6 @@ import itertools
 import json
 import math
 import os
-import random
 import statistics
 import sys
 import time
@@ -58,6 +57,7 @@ from torch.nn.parallel import DistributedDataParallel
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from accuracy_scores import interval  # noqa: E402
 from apart import Twin  # noqa: E402
 
 from autopar_torch.measure.bytes import recorded  # noqa: E402
@@ -496,14 +496,6 @@ def in_turn(places: Places, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def bootstrap(values: list[float], resamples: int = 2000) -> tuple[float, float]:
-    draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples)
-    )
-    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
-
-
 def loss_difference(sides: dict[str, Looked]) -> float:
     """The largest relative difference to the native losses, over both steps and all ranks."""
     good = sides["native"].losses
@@ -515,7 +507,8 @@ def loss_difference(sides: dict[str, Looked]) -> float:
 
 def compare(row: Row, times: dict[str, list[float]]) -> None:
     ratios = [a / b for a, b in zip(times["ours"], times["native"], strict=True)]
-    row.time_ratio, row.interval = statistics.median(ratios), bootstrap(ratios)
+    row.time_ratio = statistics.median(ratios)
+    row.interval = interval(ratios, statistics.median, 2000)
     row.memory_ratio = max(row.peak_mib["ours"]) / max(row.peak_mib["native"])
 
 

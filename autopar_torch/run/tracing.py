@@ -21,7 +21,7 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
-            precision: Precision) -> Tracer:  # fmt: skip
+           precision: Precision) -> Tracer:  # fmt: skip
     known = describe_params(model)
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
@@ -39,15 +39,15 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     """Tracing runs forward as Python: it leaves no module in another mode, and draws no numbers
     that other ranks would not draw."""
     modes = [(module, module.training) for module in model.modules()]
-    drawn = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    drawn = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         for module, training in modes:
             module.training = training
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
-        torch.random.set_rng_state(drawn[2])
 
 
 def once(own: Tracer, place: World) -> Tracer:
