@@ -79,6 +79,7 @@ class Line:
         start = stamp()
         work()
         self.samples[size].append(between(start, stamp()))
+        dist.barrier(group=axis.group)  # who was sooner would keep a shared core from the others
 
     def own(self, size: float) -> list[float]:
         """Samples in which this rank waited for nobody."""

@@ -148,11 +148,12 @@ class Session:
         return median(found) if found else 0.0
 
     def _jitter(self) -> Jitter:
-        """Of whole rounds and single runs, of all ranks together."""
+        """Of whole rounds and single runs, of all ranks together; where they share cores, by the
+        clocks of their threads."""
         alone = self._alone()
         own = {key: chain.variation() for key, chain in self.chains.items() if chain in alone}
         everyone = self.places.gather(own)
-        if self.cluster.ranks_per_core > 1 or not any(everyone):
+        if not any(everyone):
             return Jitter()
         chains = [[seen[key] for seen in everyone if key in seen] for key in self.chains]
         rounds = [pace for chain in chains for pace in paces([seen.rounds for seen in chain])]
