@@ -59,11 +59,12 @@ class Side:
         texts = (self.model.plan.shardings[i].ops.values() for i in used if i >= 0)
         self.num_rings = sum("w" in text for ops in texts for text in ops)
         self.seconds: list[float] = []
+        self.core_s: list[float] = []
         self.losses: list[float] = []
 
     def step(self) -> None:
         dist.barrier()
-        start = time.perf_counter()
+        start, core = time.perf_counter(), time.process_time()
         loss = self.model(**self.batch)
         loss = loss if isinstance(loss, torch.Tensor) else loss.loss
         loss.backward()
@@ -71,6 +72,7 @@ class Side:
         self.optimizer.zero_grad()
         dist.barrier()
         self.seconds.append(time.perf_counter() - start)
+        self.core_s.append(time.process_time() - core)
         self.losses.append(loss.item())
 
     def peak_bytes(self) -> int:
@@ -117,6 +119,7 @@ def row(name: str, side: Side, base: Side, peak: int) -> Row:
     pairs = list(zip(side.losses, base.losses, strict=True))[:COMPARED]
     off = max(abs(a - b) / abs(b) for a, b in pairs)
     return {"side": name, "step_s": statistics.median(side.seconds), "ratio": middle,
+            "core_s": statistics.median(side.core_s[WARM:]),
             "quartiles": [low, high], "peak_bytes": peak, "rings": side.num_rings,
             "plan": side.model.plan.describe().partition(";")[0],
             "loss_difference": off, **side.waiting()}  # fmt: skip
@@ -134,7 +137,7 @@ def text(r: Row) -> str:
     waits = r["comm_s"] / (r["comm_s"] + r["compute_s"])
     return (f"  {r['side']:7} {r['step_s'] * 1e3:8.1f} ms  x{r['ratio']:.2f} ({low:.2f} to "
             f"{high:.2f})  {r['peak_bytes'] / 1e6:6.1f} MB  {r['rings']} in rings, "
-            f"{hides(r)}waits {waits:.0%}, {r['plan']}")  # fmt: skip
+            f"{hides(r)}waits {waits:.0%}, core {r['core_s'] * 1e3:.0f} ms, {r['plan']}")  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
