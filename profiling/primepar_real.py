@@ -137,7 +137,8 @@ def text(r: Row) -> str:
     waits = r["comm_s"] / (r["comm_s"] + r["compute_s"])
     return (f"  {r['side']:7} {r['step_s'] * 1e3:8.1f} ms  x{r['ratio']:.2f} ({low:.2f} to "
             f"{high:.2f})  {r['peak_bytes'] / 1e6:6.1f} MB  {r['rings']} in rings, "
-            f"{hides(r)}waits {waits:.0%}, core {r['core_s'] * 1e3:.0f} ms, {r['plan']}")  # fmt: skip
+            f"{hides(r)}waits {waits:.0%}, core {r['core_s'] * 1e3:.0f} ms, "
+            f"{r['plan']}")  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
