@@ -64,7 +64,7 @@ class Side:
 
     def step(self) -> None:
         dist.barrier()
-        start, core = time.perf_counter(), time.process_time()
+        core, start = time.process_time(), time.perf_counter()
         loss = self.model(**self.batch)
         loss = loss if isinstance(loss, torch.Tensor) else loss.loss
         loss.backward()
@@ -119,7 +119,7 @@ def row(name: str, side: Side, base: Side, peak: int) -> Row:
     pairs = list(zip(side.losses, base.losses, strict=True))[:COMPARED]
     off = max(abs(a - b) / abs(b) for a, b in pairs)
     return {"side": name, "step_s": statistics.median(side.seconds), "ratio": middle,
-            "core_s": statistics.median(side.core_s[WARM:]),
+            "core_s": statistics.median(side.core_s),
             "quartiles": [low, high], "peak_bytes": peak, "rings": side.num_rings,
             "plan": side.model.plan.describe().partition(";")[0],
             "loss_difference": off, **side.waiting()}  # fmt: skip
@@ -154,6 +154,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         calmly(in_turn)
         for side in sides.values() if index < WARM else ():
             side.seconds.clear()
+            side.core_s.clear()
     rows = [row(n, s, sides["never"], 0) for n, s in sides.items()]
     for found, side in zip(rows, sides.values(), strict=True):
         found["peak_bytes"] = side.peak_bytes()

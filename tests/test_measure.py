@@ -100,6 +100,7 @@ def crowded() -> dict[str, Any]:
     return {
         "ranks_per_core": profile.cluster.ranks_per_core,
         "seconds": [[p.forward_s, p.backward_s] for p in pieces],
+        "varies": not profile.jitter.quiet,
         "early": [p.input_s for p in pieces],
         "late": [p.weight_s for p in pieces],
         "added": [p.added_s for cell in profile.cells if not cell.sharding for p in cell.pieces],
@@ -147,6 +148,7 @@ def test_ranks_that_share_a_core_measure_every_phase() -> None:
     assert all(seconds > 0 for pair in one["seconds"] for seconds in pair), one
     assert all(seconds > 0 for seconds in one["early"]) and any(one["late"]), one
     assert any(one["added"]) and not any(one["added_split"]), one
+    assert one["varies"], "steps vary where cores are shared too"
 
 
 @pytest.mark.parametrize("mesh", [(2,), (4,)])
@@ -290,6 +292,19 @@ def test_a_rank_that_waited_does_not_make_a_sum_uncertain() -> None:
     line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=True)
     line.samples[8.0] = [0.9, 0.1] * 4  # every other time it waits for rank 0
     assert line.own(8.0) == [0.1] * 4
+
+
+def test_who_was_sooner_in_an_exchange_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it goes on, and a core that they share is not there for the others' exchange."""
+    seen: list[str] = []
+    places: Any = SimpleNamespace(rank=0, axis=lambda ranks: Axis(None, 2, 0, ranks))
+    line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=False)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **_: seen.append("meet"))
+    monkeypatch.setattr(line, "_work", lambda *_: lambda: seen.append("exchange"))
+    line.round()
+    assert seen == ["meet", "exchange", "meet"]
 
 
 def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:

@@ -69,6 +69,9 @@ class Line:
                 self._message(size, self.axis)
             else:
                 self._collective(size, work, self.axis)
+            dist.barrier(
+                group=self.axis.group
+            )  # going on, one would keep a shared core from others
 
     def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
         """As in training ranks come to it from other things. If `uneven`, each in turn later than
@@ -79,7 +82,6 @@ class Line:
         start = stamp()
         work()
         self.samples[size].append(between(start, stamp()))
-        dist.barrier(group=axis.group)  # who was sooner would keep a shared core from the others
 
     def own(self, size: float) -> list[float]:
         """Samples in which this rank waited for nobody."""

@@ -78,16 +78,18 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=looked_at)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
-        if known.profile.cluster.ranks_per_core == 1:
-            choices = varied(choices, kept)
-        room = limits.room(known.profile.cluster)
-        choices = _simulated(choices, kept, room, graph, known.profile, num_rows)
+        shared = known.profile.cluster.ranks_per_core > 1
+        room, told = limits.room(known.profile.cluster), (graph, known.profile, num_rows)
+        choices = choices if shared else varied(choices, kept)
+        choices = _simulated(choices, kept, room, *told, draws=0 if shared else DRAWS)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > room:
             less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
             return best(graph, known, num_rows, less, kept)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
+        if shared:  # the formula knows of no sharing, so there were many: only the first are drawn
+            choices = _simulated(varied(choices, kept), kept, room, *told, draws=DRAWS)
     first, *others = sorted(varied(choices, kept), key=lambda c: c.step_s)
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
@@ -95,7 +97,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
 
 
 def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelGraph,
-               profile: Profile, num_rows: int) -> list[Choice]:  # fmt: skip
+               profile: Profile, num_rows: int, draws: int) -> list[Choice]:  # fmt: skip
     """In their order by the formula, until it puts the next one far behind the best that fits; but
     no fewer than `least`."""
     found: list[Choice] = []
@@ -103,7 +105,7 @@ def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelG
     for choice in choices:
         if len(found) >= least and choice.step_s > MOST_OFF * best_s:
             break
-        timeline = simulate(choice.plan, graph, profile, num_rows, draws=DRAWS)
+        timeline = simulate(choice.plan, graph, profile, num_rows, draws=draws)
         peak = max(memory.peak_bytes for memory in timeline.memory)
         found.append(Choice(choice.plan, timeline.step_s, peak))
         if SAFETY * peak <= room:
