@@ -81,7 +81,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
         shared = known.profile.cluster.ranks_per_core > 1
         room, told = limits.room(known.profile.cluster), (graph, known.profile, num_rows)
         choices = choices if shared else varied(choices, kept)
-        choices = _simulated(choices, kept, room, *told, draws=0 if shared else DRAWS)
+        choices = _simulated(choices, kept, room, *told, 0 if shared else DRAWS)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > room:
             less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
@@ -89,7 +89,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
         choices.sort(key=lambda c: c.step_s)
         if shared:  # the formula knows of no sharing, so there were many: only the first are drawn
-            choices = _simulated(varied(choices, kept), kept, room, *told, draws=DRAWS)
+            choices = _simulated(varied(choices, kept), kept, room, *told)
     first, *others = sorted(varied(choices, kept), key=lambda c: c.step_s)
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
@@ -97,7 +97,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
 
 
 def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelGraph,
-               profile: Profile, num_rows: int, draws: int) -> list[Choice]:  # fmt: skip
+               profile: Profile, num_rows: int, draws: int = DRAWS) -> list[Choice]:  # fmt: skip
     """In their order by the formula, until it puts the next one far behind the best that fits; but
     no fewer than `least`."""
     found: list[Choice] = []
