@@ -69,9 +69,8 @@ class Line:
                 self._message(size, self.axis)
             else:
                 self._collective(size, work, self.axis)
-            dist.barrier(
-                group=self.axis.group
-            )  # going on, one would keep a shared core from others
+            # Who is sooner waits: going on, it would keep a shared core from the others.
+            dist.barrier(group=self.axis.group)
 
     def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
         """As in training ranks come to it from other things. If `uneven`, each in turn later than

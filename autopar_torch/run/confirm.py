@@ -102,11 +102,10 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     """The same search with its first `count` plans in the order of the clock."""
     first = Choice(found.plan, found.step_s, found.memory_bytes)
     tried = varied((first, *found.others), count)
-    state = torch.random.get_rng_state()
-    trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
-    rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
+    with torch.random.fork_rng(devices=[]):
+        trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
+        rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
     times = paced_medians(rounds_s)
-    torch.random.set_rng_state(state)
     order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))
     rest = [choice for choice in found.others if choice not in tried]
     others = (*(tried[i] for i in order[1:]), *rest)
