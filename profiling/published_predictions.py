@@ -52,7 +52,7 @@ def predict(job: Job) -> Prediction:
     stages = footprint.memory(job.worker, job.layers)
     most = max(stages, key=lambda stage: stage.peak_bytes)
     kind = memory_kind(job)
-    told = stages[-1] if kind.last_stage else most
+    told = most if kind.stage is None else stages[kind.stage]
     told_bytes = footprint.taken(told) if kind.whole_device else told.peak_bytes - told.fixed
     other = seconds(job, job.other) if job.other else None
     return Prediction(job, seconds(job, job.worker), told_bytes, footprint.taken(most), other)

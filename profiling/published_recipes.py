@@ -16,6 +16,9 @@ SCALING = ("aleph_alpha_layouts",)
 DEEPSPEED = ("sailor_validation",)  # its pipeline does not split what it sends
 MEGATRON = re.compile("Megatron|NVIDIA|MLPerf|Korthikanti|MindSpeed|Zero Bubble")  # from 2022 on
 LEAN = re.compile(f"{MEGATRON.pattern}|OneFlow")  # keeps and copies no more than it must
+# Megatron drops a tenth unless told otherwise, which the model_config.yaml of these runs does not.
+DROPPING = ("megatron_golden",)
+BLACKWELL = "B200|B300"
 PRECISIONS = {"sailor_validation": "fp32 training"}  # its memory model: 4 bytes per weight
 # Parts of a plain product's speed that fused attentions reach: FlashAttention-2 tells of 190-230 of
 # 312 TFLOP/s on the A100 and (the paper of FlashAttention-3) of 35 % of the H100, -3 of 75 %.
@@ -72,7 +75,7 @@ def recipe(row: Row) -> Recipe:
     fsdp, precision = row["parallel"]["zero"] == 3, _precision(text)
     return Recipe(
         precision=precision,
-        weight_bytes=4.0 if fsdp or precision == "float32" else 2.0,
+        weight_bytes=_weight_bytes(row, text, fsdp or precision == "float32"),
         state_bytes=8.0 if fsdp or precision == "float32" else 12.0,
         grad_bytes=2.0 if small_grads else 4.0,
         work_grad_bytes=2.0 if "nanotron" in source else 0.0,
@@ -83,7 +86,7 @@ def recipe(row: Row) -> Recipe:
         whole_sends=row["file"] in (*DEEPSPEED, *SCALING),
         travel_bytes=4.0 if row["file"] in SCALING else 0.0,
         whole_reduce=row["file"] in SCALING,
-        dropout=bool(OLD.search(text)) and precision != "float32",
+        dropout=_drops(row, text) and precision != "float32",
         overlap_data=_overlaps(row, text),
         overlap_tensor=nvidia or bool(row.get("mc2")) or bool(row.get("async_tp")),
         whole_logits=row["file"] in SCALING,
@@ -96,6 +99,19 @@ def recipe(row: Row) -> Recipe:
 
 def stated_precision(row: Row) -> str:
     return (row["parallel"].get("precision") or PRECISIONS.get(row["file"], "bf16")).lower()
+
+
+def _weight_bytes(row: Row, text: str, whole: bool) -> float:
+    """Weights that are kept in 8 bit take as much as in 16 where products want them transposed too,
+    which they do before Blackwell (Transformer Engine's `non_tn_fp8_gemm_supported`)."""
+    if whole:
+        return 4.0
+    return 1.0 if "fp8 params" in text and re.search(BLACKWELL, row["hardware"]["gpu"]) else 2.0
+
+
+def _drops(row: Row, text: str) -> bool:
+    """Gated models are trained without dropout."""
+    return bool(OLD.search(text)) or (row["file"] in DROPPING and not row.get("swiglu"))
 
 
 def _overlaps(row: Row, text: str) -> bool:
@@ -116,7 +132,7 @@ def _attention(row: Row, nvidia: bool) -> float:
     part = DETERMINISTIC if row.get("deterministic") else 1.0
     if "v1" in kernel or ("llm-foundry" in row["source"] and "A100" in row["hardware"]["gpu"]):
         return part * FLASH_1
-    if row.get("deterministic") and re.search("B200|B300", row["hardware"]["gpu"]):
+    if row.get("deterministic") and re.search(BLACKWELL, row["hardware"]["gpu"]):
         return part * FLASH_2_BLACKWELL
     if re.search("H100|H200|H800|B200|B300", row["hardware"]["gpu"]):
         engine = re.search(

@@ -138,13 +138,14 @@ class MemoryKind:
     """What a source's memory figure counts."""
 
     name: str = "allocator"
-    last_stage: bool = False
+    stage: int | None = None  # of whom it is told; None: the one that holds most
     whole_device: bool = False
 
 
 MEMORY_KINDS = {
-    "hf_playbook_sweep": MemoryKind("reserved", last_stage=True),
-    "megatron_golden": MemoryKind("allocator", last_stage=True),
+    "hf_playbook_sweep": MemoryKind("reserved", stage=-1),
+    "megatron_golden": MemoryKind("allocator", stage=-1),
+    "mlperf": MemoryKind("allocator", stage=0),
     "torchtitan": MemoryKind("reserved"),
     "bigscience": MemoryKind("nvidia-smi", whole_device=True),
     "dlperf_oneflow": MemoryKind("nvidia-smi", whole_device=True),

@@ -135,6 +135,15 @@ def test_sharing_and_recomputing_take_less_memory() -> None:
     assert peak(replace(SPREAD, schedule="zero_bubble_h2")) > peak(SPREAD)
 
 
+def test_a_backward_needs_room_for_its_gradients() -> None:
+    """Of the gated product, of what it was made of, and of what came in; or of all scores."""
+    layout = Layout(tp=2, pp=2, micro_rows=1, rows=2)
+    first, _ = footprint.memory(worker(layout))
+    assert first.working == 2 * 8192 * (3 * 14336 / 2 + 4096)
+    eager, _ = footprint.memory(worker(layout, attention=0.0))
+    assert eager.working == 2 * 8192 * (2 * 8192 * 32 / 2 + 4096)
+
+
 def test_sequence_parallelism_pays_for_what_it_gathers_again() -> None:
     """Its exchanges are as large, but fewer lie beside the gradient of a weight."""
     recipe = Recipe(overlap_weight=True)
@@ -177,6 +186,13 @@ def test_programs_cut_their_layers_as_their_sources_say() -> None:
     table = replace(LLAMA_8B, layers=16, vocab=int(4 * LLAMA_8B.layer_params / LLAMA_8B.hidden))
     assert rows.balanced(table, 4) == (6.0, 5.0, 5.0, 0.0)  # the head alone counts as four
     assert rows.uniform(60, 4) == (15.0, 16.0, 16.0, 13.0)
+
+
+def test_weights_in_8_bit_are_kept_twice_before_blackwell() -> None:
+    rows, recipes = profiling_module("published_rows"), profiling_module("published_recipes")
+    found = {key[1]: job.row for key, job in rows.read(PROFILING / "published").jobs.items()}
+    assert recipes.recipe(found["mlperf_v5.0_eos-dfw_n256_ngc25.01_nemo"]).weight_bytes == 2
+    assert recipes.recipe(found["mlperf_v5.0_carina_ngpu2048_ngc25.04_nemo"]).weight_bytes == 1
 
 
 def test_no_order_beats_noise() -> None:

@@ -76,7 +76,7 @@ def stage_memory(worker: Worker, stage: int, layers: Sequence[float],
         grads=int(grads * recipe.grad_bytes + whole * recipe.work_grad_bytes),
         optimizer=int(held / share * recipe.state_bytes),
         activations=int(activations + (2.0 * worker.between if stage == 0 else 0.0)),
-        working=int(max(_again(worker), _head(worker) if last else 0.0)),
+        working=int(max(_again(worker) + _back(worker), _head(worker) if last else 0.0)),
         buffers=int(_gathered(worker)),
         fixed=worker.hardware.device.fixed_bytes,
     )
@@ -87,6 +87,15 @@ def _again(worker: Worker) -> float:
     redo = worker.layout.redo
     products, passes, attention = _parts(worker)
     return redo.products * products + redo.passes * passes + redo.attention * attention
+
+
+def _back(worker: Worker) -> float:
+    """Gradients that the backward of a layer has at once: what its largest product read and wrote,
+    or the scores of an attention before and after their softmax."""
+    m, size = worker.model, 2.0 * worker.width
+    wide = worker.tokens * size * (3 if m.gated else 2) * m.ffn / worker.layout.tp
+    scores = 0.0 if worker.recipe.attention else 2 * worker.scores * size
+    return max(wide, scores) + size * worker.between
 
 
 def _head(worker: Worker) -> float:
