@@ -134,7 +134,7 @@ def _attention(row: Row, nvidia: bool) -> float:
         return part * FLASH_1
     if row.get("deterministic") and re.search(BLACKWELL, row["hardware"]["gpu"]):
         return part * FLASH_2_BLACKWELL
-    if re.search("H100|H200|H800|B200|B300", row["hardware"]["gpu"]):
+    if re.search(f"H100|H200|H800|{BLACKWELL}", row["hardware"]["gpu"]):
         engine = re.search(
             "transformer_engine|via TE", f"{row.get('transformer_impl')} {row['notes']}"
         )
