@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msgspec import structs
-from published_recipes import SCALING, Row, layout, recipe
+from published_recipes import ACESO_LAYER, SCALING, Row, layout, recipe
 
 from autopar_torch.cluster import Hardware, Link, hardware
 from autopar_torch.simulate.roofline import Worker
@@ -147,6 +147,7 @@ MEMORY_KINDS = {
     "megatron_golden": MemoryKind("allocator", stage=-1),
     "mlperf": MemoryKind("allocator", stage=0),
     "torchtitan": MemoryKind("reserved"),
+    "nvidia_dgxc": MemoryKind("reserved"),
     "bigscience": MemoryKind("nvidia-smi", whole_device=True),
     "dlperf_oneflow": MemoryKind("nvidia-smi", whole_device=True),
     "sailor_validation": MemoryKind("device", whole_device=True),
@@ -232,6 +233,8 @@ def layers(row: Row) -> tuple[float, ...]:
     stated = row["derived"].get("layers_per_stage")
     if stated:
         return tuple(n - (i == 0) - (i == len(stated) - 1) for i, n in enumerate(stated))
+    if stages := row["derived"].get("stages"):
+        return tuple(layers_of_operators([stage["ops"] for stage in stages]))
     m, p = row["model"], row["parallel"]
     if "nanotron" in row["source"] and p["pp"] > 1:
         return balanced(model(row), p["pp"])
@@ -245,6 +248,12 @@ def layers(row: Row) -> tuple[float, ...]:
         each = (m["layers"] + 2) / p["pp"]  # embedding and head count as layers
         return tuple(each - (s in (0, p["pp"] - 1)) for s in range(p["pp"]))
     return ()
+
+
+def layers_of_operators(counts: list[int]) -> Iterator[float]:
+    """Aceso cuts between operators: an embedding, so many per layer, a norm and the head."""
+    for stage, count in enumerate(counts):
+        yield (count - (stage == 0) - 2 * (stage == len(counts) - 1)) / ACESO_LAYER
 
 
 def balanced(found: Transformer, num_stages: int) -> tuple[float, ...]:

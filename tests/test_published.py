@@ -20,7 +20,7 @@ from autopar_torch.errors import PlanError
 from autopar_torch.schedule import Op
 from autopar_torch.simulate import closed, footprint
 from autopar_torch.simulate.roofline import Seconds, Worker
-from autopar_torch.simulate.transformer import ALL, Layout, Recipe, Transformer
+from autopar_torch.simulate.transformer import ALL, NOTHING, Layout, Recipe, Transformer
 from autopar_torch.simulate.walk import walk
 
 PROFILING = Path(__file__).resolve().parent.parent / "profiling"
@@ -135,6 +135,16 @@ def test_sharing_and_recomputing_take_less_memory() -> None:
     assert peak(replace(SPREAD, schedule="zero_bubble_h2")) > peak(SPREAD)
 
 
+def test_a_stage_that_recomputes_more_keeps_less_and_takes_longer() -> None:
+    layout = replace(SPREAD, redo_by_stage=(ALL, NOTHING))
+    first, last = footprint.memory(worker(layout))
+    plain_first, plain_last = footprint.memory(worker())
+    assert first.activations < plain_first.activations
+    assert last == plain_last
+    slow, _ = closed.stages_of(worker(layout))
+    assert slow.total > closed.stages_of(worker())[0].total
+
+
 def test_a_backward_needs_room_for_its_gradients() -> None:
     """Of the gated product, of what it was made of, and of what came in; or of all scores."""
     layout = Layout(tp=2, pp=2, micro_rows=1, rows=2)
@@ -186,6 +196,7 @@ def test_programs_cut_their_layers_as_their_sources_say() -> None:
     table = replace(LLAMA_8B, layers=16, vocab=int(4 * LLAMA_8B.layer_params / LLAMA_8B.hidden))
     assert rows.balanced(table, 4) == (6.0, 5.0, 5.0, 0.0)  # the head alone counts as four
     assert rows.uniform(60, 4) == (15.0, 16.0, 16.0, 13.0)
+    assert list(rows.layers_of_operators([157, 158])) == [12.0, 12.0]  # embedding; norm and head
 
 
 def test_weights_in_8_bit_are_kept_twice_before_blackwell() -> None:

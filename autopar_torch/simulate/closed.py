@@ -68,8 +68,7 @@ def layers_of(num_layers: int, layout: Layout) -> list[float]:
 def stages_of(worker: Worker, layers: Sequence[float] | None = None) -> list[Seconds]:
     """Seconds per stage: layers, the embedding on the first, the head on the last."""
     layers = layers or layers_of(worker.model.layers, worker.layout)
-    layer = worker.layer
-    stages = [layer * count for count in layers]
+    stages = [worker.at(stage).layer * count for stage, count in enumerate(layers)]
     stages[0] += worker.embedding
     stages[-1] += worker.head
     return stages

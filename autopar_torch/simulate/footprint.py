@@ -8,7 +8,6 @@ from math import ceil
 from ..timeline import Memory
 from .closed import layers_of, params_of
 from .roofline import Worker
-from .transformer import NOTHING
 
 # Per score of a word: 16-bit logits, their 32-bit copy, its softmax; where nothing is done in place
 # both gradients and a gathered copy as well; a fused loss needs one copy and its gradient.
@@ -25,9 +24,9 @@ def kept(worker: Worker) -> float:
     """What the forward of one layer leaves for its backward, for one micro-batch."""
     redo = worker.layout.redo
     size = 2.0 * worker.width
-    begin = 0.0 if redo == NOTHING else size * worker.between
+    begin = redo.passes * size * worker.between
     products, passes, attention = _parts(worker)
-    return (begin + (1 - redo.products) * products + (1 - redo.passes) * passes
+    return (begin + (1 - redo.outputs) * products + (1 - redo.passes) * passes
             + (1 - redo.attention) * attention)  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def _again(worker: Worker) -> float:
     """What recomputing a layer makes at once."""
     redo = worker.layout.redo
     products, passes, attention = _parts(worker)
-    return redo.products * products + redo.passes * passes + redo.attention * attention
+    return redo.outputs * products + redo.passes * passes + ceil(redo.attention) * attention
 
 
 def _back(worker: Worker) -> float:
@@ -115,7 +114,8 @@ def memory(worker: Worker, layers: Sequence[float] = ()) -> tuple[Memory, ...]:
     """Every stage of a pipeline, first to last."""
     layers = layers or layers_of(worker.model.layers, worker.layout)
     params = params_of(worker, layers)
-    return tuple(stage_memory(worker, s, layers, params) for s in range(ceil(worker.layout.pp)))
+    stages = range(ceil(worker.layout.pp))
+    return tuple(stage_memory(worker.at(s), s, layers, params) for s in stages)
 
 
 def taken(memory: Memory) -> float:

@@ -7,7 +7,7 @@ over memory; what is exchanged between them goes round a ring.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cluster import Hardware, Link
 from .transformer import Layout, Recipe, Transformer
@@ -110,6 +110,11 @@ class Worker:
     recipe: Recipe
     hardware: Hardware
     per_node: int = 8
+
+    def at(self, stage: int) -> Worker:
+        """As it works on a stage."""
+        redos = self.layout.redo_by_stage
+        return replace(self, layout=replace(self.layout, redo=redos[stage])) if redos else self
 
     # --- sizes ----------------------------------------------------------------------------------
 

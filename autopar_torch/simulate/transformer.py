@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,18 @@ class Redo:
     """The parts of a forward that the backward runs again."""
 
     products: float = 0.0
+    outputs: float = 0.0  # of what products write: not kept, as they run again
     attention: float = 0.0
     passes: float = 0.0  # over memory
     exchange: float = 0.0
 
+    def towards(self, other: Redo, part: float) -> Redo:
+        """The mean of layers of which a part does as the other."""
+        mine, its = astuple(self), astuple(other)
+        return Redo(*(a + part * (b - a) for a, b in zip(mine, its, strict=True)))
 
-NOTHING, CORE, ALL = Redo(), Redo(attention=1.0), Redo(1.0, 1.0, 1.0, 1.0)
+
+NOTHING, CORE, ALL = Redo(), Redo(attention=1.0), Redo(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Layout:
     micro_rows: int = 1
     rows: int = 1
     redo: Redo = NOTHING
+    redo_by_stage: tuple[Redo, ...] = ()  # where stages differ
     schedule: str = "1f1b"
 
     @property
