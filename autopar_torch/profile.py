@@ -120,8 +120,9 @@ def _between(a: Piece, b: Piece, rows: int) -> Piece:
 class Curve(Struct, frozen=True):
     """Seconds of one communication over its size, for one kind of group.
 
-    `core` is how busy it keeps each rank's core meanwhile, `held` the part of a message's time that
-    holds up its sender, and its receiver too: handing it over, asking for it.
+    `core` is what it takes of each rank's core meanwhile, `beside` what is left of its speed where
+    that computes, `held` the part of a message's time that holds up its sender, and its receiver
+    too: handing it over, asking for it.
     """
 
     op: str  # "sum", "scatter", "gather", "send"
@@ -129,6 +130,7 @@ class Curve(Struct, frozen=True):
     points: tuple[tuple[float, float], ...]  # (bytes, seconds), by size
     core: float = 0.0
     held: float = 0.0
+    beside: float = 1.0
     source: str = "measured"
 
     def seconds(self, num_bytes: float) -> float:

@@ -18,6 +18,8 @@ import torch
 import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
+from autopar_torch.measure import links
+from autopar_torch.measure.beside import Beside, told
 from autopar_torch.measure.links import Line
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
@@ -301,10 +303,18 @@ def test_who_was_sooner_in_an_exchange_waits_for_the_others(
     seen: list[str] = []
     places: Any = SimpleNamespace(rank=0, axis=lambda ranks: Axis(None, 2, 0, ranks))
     line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=False)
+    monkeypatch.setattr(links, "PROBES", 0)
     monkeypatch.setattr(torch.distributed, "barrier", lambda **_: seen.append("meet"))
     monkeypatch.setattr(line, "_work", lambda *_: lambda: seen.append("exchange"))
     line.round()
     assert seen == ["meet", "exchange", "meet"]
+
+
+def test_an_exchange_is_told_by_what_it_takes_of_computing_and_what_is_left_of_its_speed() -> None:
+    assert told(10.0, 8.0, 8.0, 2.0, number=1) == Beside(core=0.0, speed=1.0)
+    assert told(10.0, 6.0, 8.0, 6.0, number=1) == Beside(core=0.5, speed=0.5)  # half done, slower
+    assert told(10.0, 4.0, 8.0, 2.0, number=2) == Beside(core=0.25, speed=1.0)  # two on a core
+    assert told(1.0, 8.0, 8.0, 0.0, number=1) == Beside(core=0.0, speed=1.0)  # ended within
 
 
 def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:

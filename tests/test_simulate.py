@@ -45,6 +45,14 @@ def test_who_needs_little_gets_it_and_the_other_gets_the_rest() -> None:
     assert ends(light, heavy) == [1.0, 1.25]
 
 
+def test_a_message_is_slower_while_its_core_computes_and_takes_less_of_it() -> None:
+    message = Task("message", 1.0, {"core": 0.2}, stream=COMM, beside=0.5)
+    assert ends(message) == [1.0]
+    computed = 1 / 0.9
+    both = [computed + 1 - computed / 2, computed]
+    assert ends(message, Task("matmul", 1.0, CORE)) == [round(end, 9) for end in both]
+
+
 def test_when_one_ends_the_other_speeds_up() -> None:
     assert ends(Task("a", 1.0, CORE), Task("b", 2.0, CORE)) == [2.0, 3.0]
 

@@ -14,6 +14,7 @@ from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, around, few
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
+from .beside import Beside, beside
 from .stats import median, uncertainty
 
 MOST_POINTS = 5
@@ -21,6 +22,7 @@ FLUSH = 1 << 22
 T = TypeVar("T")
 LATE = ("sum", "scatter")  # what ends a step: ranks do not come to it together
 WARM_UP = 2  # rounds that are not timed
+PROBES, PROBE_BYTES = 4, 1 << 20  # to see how an exchange and computing share a core
 WIDTH, DEPTH = 192, 4  # of what is computed before a message or a meeting
 
 
@@ -43,12 +45,14 @@ class Line:
     """One kind of communication among the ranks of one group, at several sizes."""
 
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
-                 device: torch.device, uneven: bool) -> None:  # fmt: skip
+                 device: torch.device, uneven: bool, sharing: int = 1) -> None:  # fmt: skip
+        """`sharing`: so many of the ranks are on this one's core."""
         self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
+        self.sharing, self.rounds = sharing, 0
         self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
-        self.busy: list[float] = []
+        self.beside: list[Beside] = []
         self.held: list[float] = []
         self.other = computing(device)
 
@@ -59,18 +63,23 @@ class Line:
     def round(self) -> None:
         if self.axis is None:
             return
+        self.rounds += 1
         for size in self.wanted:
             torch.ones(FLUSH, device=self.device)  # as after a block: what is sent is not at hand
             dist.barrier(group=self.axis.group)
             work = self._work(size, self.axis)
-            if len(self.busy) < WARM_UP * len(self.sizes):
-                self.busy.append(_busy(work))
+            if self.rounds <= WARM_UP:
+                work()
             elif self.op == "send":
                 self._message(size, self.axis)
             else:
                 self._collective(size, work, self.axis)
             # Who is sooner waits: going on, it would keep a shared core from the others.
             dist.barrier(group=self.axis.group)
+        if len(self.beside) < PROBES:
+            size = min(self.sizes[-1], PROBE_BYTES)
+            self.beside.append(beside(self.op, size, self.axis, self.device,
+                                      self._work(size, self.axis), self.sharing))  # fmt: skip
 
     def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
         """As in training ranks come to it from other things. If `uneven`, each in turn later than
@@ -112,14 +121,6 @@ class Line:
             case _:
                 sent = torch.ones(count, device=self.device)
                 return lambda: _drop(_to_and_fro(sent, axis, 0, lambda: None))
-
-
-def _busy(work: Callable[[], None]) -> float:
-    """How much of a core some work keeps busy. Reading that clock delays the waking of threads, so
-    such a run says nothing about time."""
-    start, core = time.perf_counter(), time.process_time()
-    work()
-    return (time.process_time() - core) / max(1e-9, time.perf_counter() - start)
 
 
 def _drop(_: object) -> None:
@@ -181,7 +182,7 @@ def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
     work.wait()
 
 
-Seen = tuple[dict[float, list[float]], list[float], list[float]]  # samples by size, busy, held
+Seen = tuple[dict[float, list[float]], list[Beside], list[float]]  # samples by size, beside, held
 
 
 def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
@@ -193,8 +194,10 @@ def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
         each = [x for own in columns for x in own] if key[0] == "send" else (
             [min(row) for row in zip(*columns, strict=True)])  # fmt: skip
         points.append((size, median(each)))
-    busy, held = ([x for own in seen for x in own[i]] for i in (1, 2))
-    return Curve(*key, tuple(points), min(1.0, median(busy)), median(held) if held else 0.0)
+    shared = [x for _, own, _ in seen for x in own]
+    held = [x for _, _, own in seen for x in own]
+    return Curve(*key, tuple(points), median([x.core for x in shared]),
+                 median(held) if held else 0.0, median([x.speed for x in shared]))  # fmt: skip
 
 
 class Lines:
@@ -210,7 +213,8 @@ class Lines:
         places.make_groups(ranks for ranks, _ in groups.values())
         self.places, self.cluster = places, cluster
         self.busy = torch.ones(128, 128, device=device)
-        self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late)
+        self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late,
+                                self._on_this_core(ranks))
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
     def focus(self, needs: Sequence[CurveNeed]) -> None:
@@ -235,6 +239,10 @@ class Lines:
                     self.busy @ self.busy
                 done.wait()
 
+    def _on_this_core(self, ranks: Sequence[int]) -> int:
+        own = self.cluster.core(self.places.rank)
+        return max(1, [self.cluster.core(rank) for rank in ranks].count(own))
+
     def _disturbs(self, line: Line) -> bool:
         own = self.cluster.core(self.places.rank)
         return (
@@ -251,7 +259,7 @@ class Lines:
 
     def result(self) -> tuple[Curve, ...]:
         """The same on all ranks, which must all call this."""
-        everyone = self.places.gather({key: (line.samples, line.busy, line.held)
+        everyone = self.places.gather({key: (line.samples, line.beside, line.held)
                                        for key, line in self.lines.items()})  # fmt: skip
         return tuple(_curve(key, line, [everyone[rank][key] for rank in line.ranks])
                      for key, line in self.lines.items())  # fmt: skip

@@ -2,7 +2,8 @@
 
 A task needs an amount of each of its resources to run at full speed. Whatever is wanted by more
 than it has is shared so that the smallest share is as large as can be; who needs less than that
-gets all it needs. Capacities may change at given moments.
+gets all it needs. What is slower beside others that compute does not go faster than that.
+Capacities may change at given moments.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import ScheduleError
+from ..timeline import COMPUTE
 
 EPSILON = 1e-12
 
@@ -26,7 +28,8 @@ class Task:
     needs: Mapping[str, float]  # resource -> amount at full speed
     after: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
-    stream: str = "compute"
+    stream: str = COMPUTE
+    beside: float = 1.0  # the most of its speed where others compute on what it needs
 
 
 class Capacity(NamedTuple):
@@ -114,23 +117,36 @@ def _advance(state: _State, step: float, now: float) -> list[int]:
 
 def _share(state: _State) -> None:
     """Max-min fair rates: everyone's largest share of a resource grows alike until it is full."""
+    most = _most(state)
     load: dict[str, float] = {}
     for i in state.running:
         for resource, amount in state.tasks[i].needs.items():
-            load[resource] = load.get(resource, 0.0) + amount
+            load[resource] = load.get(resource, 0.0) + amount * most[i]
     tight = {r for r, amount in load.items() if amount > state.capacity.get(r, 1.0) + EPSILON}
-    for i in state.running:
-        state.running[i] = 1.0
+    state.running.update(most)
     if tight:
-        _fill(state, tight)
+        _fill(state, tight, most)
 
 
-def _fill(state: _State, tight: set[str]) -> None:
+def _most(state: _State) -> dict[int, float]:
+    """The most of its speed that every running task can have."""
+    most = dict.fromkeys(state.running, 1.0)
+    slowed = [i for i in most if state.tasks[i].beside < 1]
+    if slowed:
+        computing = {r for i in most if state.tasks[i].stream == COMPUTE
+                     for r in state.tasks[i].needs}  # fmt: skip
+        most |= {i: state.tasks[i].beside for i in slowed
+                 if not computing.isdisjoint(state.tasks[i].needs)}  # fmt: skip
+    return most
+
+
+def _fill(state: _State, tight: set[str], most: Mapping[int, float]) -> None:
     """Progressive filling over the tasks that touch a resource in short supply."""
     needs = {i: {r: a for r, a in state.tasks[i].needs.items() if r in tight and a > 0}
              for i in state.running}  # fmt: skip
     needs = {i: wanted for i, wanted in needs.items() if wanted}
     weight = {i: max(wanted.values()) for i, wanted in needs.items()}
+    enough = {i: weight[i] * most[i] for i in needs}
     room = {r: state.capacity.get(r, 1.0) for r in tight}
     growing = set(needs)
     level = 0.0  # share that every growing task has of what it needs most
@@ -138,14 +154,14 @@ def _fill(state: _State, tight: set[str]) -> None:
         speed = {r: sum(needs[i].get(r, 0.0) / weight[i] for i in growing) for r in tight}
         full = {r: level + room[r] / v for r, v in speed.items() if v > 0}
         limit = min(full.values(), default=math.inf)
-        reached = min(min(weight[i] for i in growing), limit)
+        reached = min(min(enough[i] for i in growing), limit)
         for r, v in speed.items():
             room[r] -= v * (reached - level)
         level = reached
         spent = {r for r, at in full.items() if at <= level + EPSILON}
         for i in list(growing):
-            if weight[i] <= level + EPSILON or spent & needs[i].keys():
-                state.running[i] = min(1.0, level / weight[i])
+            if enough[i] <= level + EPSILON or spent & needs[i].keys():
+                state.running[i] = min(most[i], level / weight[i])
                 growing.discard(i)
 
 

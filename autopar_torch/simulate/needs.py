@@ -30,7 +30,7 @@ class _Listener(Lookup):
 class _Asked:
     """A curve that notes the sizes it is asked for."""
 
-    core, held = EXCHANGE_CORE, 0.0
+    core, held, beside = EXCHANGE_CORE, 0.0, 1.0
 
     def __init__(self, op: str, ranks: tuple[int, ...], asked: dict[CurveNeed, None]) -> None:
         self.op, self.ranks, self.asked = op, ranks, asked

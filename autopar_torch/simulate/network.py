@@ -25,6 +25,7 @@ class Assumed:
     num_nodes: int
     core: float = 0.0
     held: float = 0.0
+    beside: float = 1.0
 
     def seconds(self, num_bytes: float) -> float:
         if self.op == "send":

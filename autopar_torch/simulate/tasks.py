@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from .. import schedule as schedules
 from ..plan import Replica
+from ..profile import Curve
 from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
 from . import formula
@@ -20,6 +22,17 @@ _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> schedules.Schedule:
     return formula.built(costs.plan.schedule, replica.position_of, num_micro_batches)
+
+
+class Load(NamedTuple):
+    """What an exchange takes of a core, and what is left of its speed beside computing."""
+
+    core: float
+    beside: float = 1.0
+
+
+def _load(curve: Curve) -> Load:
+    return Load(curve.core, curve.beside)
 
 
 class StepTasks:
@@ -59,16 +72,17 @@ class StepTasks:
         self.tasks.append(task)
         return len(self.tasks) - 1
 
-    def _exchange(self, ranks: Sequence[int], name: str, seconds: float, core: float,
+    def _exchange(self, ranks: Sequence[int], name: str, seconds: float, load: Load,
                   after: Sequence[int], one_way: bool = False) -> int:  # fmt: skip
         """Communication among ranks; those who wait for it are told by the caller. What it needs of
         a sender's core was needed before."""
         needs: dict[str, float] = {}
         for rank in ranks[1:] if one_way else ranks:
             key = f"core {self.cluster.core(rank)}"
-            needs[key] = min(1.0, needs.get(key, 0.0) + core)
+            needs[key] = min(1.0, needs.get(key, 0.0) + load.core)
         needs |= self._ways(ranks, one_way)
-        return self._add(Task(name, seconds, needs, tuple(after), tuple(ranks), COMM))
+        task = Task(name, seconds, needs, tuple(after), tuple(ranks), COMM, load.beside)
+        return self._add(task)
 
     def _ways(self, ranks: Sequence[int], one_way: bool) -> dict[str, float]:
         """Ways out of nodes and into them; a message takes one of each, a collective all."""
@@ -81,22 +95,22 @@ class StepTasks:
     def _together(self, ranks: Sequence[int], name: str, op: str, num_bytes: float) -> None:
         """A collective that all its ranks wait for."""
         curve = self.costs.profile.curve(op, ranks)
-        self._joint(ranks, name, curve.seconds(num_bytes), curve.core)
+        self._joint(ranks, name, curve.seconds(num_bytes), _load(curve))
 
-    def _joint(self, ranks: Sequence[int], name: str, seconds: float, core: float) -> None:
+    def _joint(self, ranks: Sequence[int], name: str, seconds: float, load: Load) -> None:
         if seconds > 0:
             after = [self.last[rank] for rank in ranks if rank in self.last]
-            task = self._exchange(ranks, name, seconds, core, after)
+            task = self._exchange(ranks, name, seconds, load, after)
             self.last |= dict.fromkeys(ranks, task)
 
     def _join(self, rank: int, team: tuple[int, ...], name: str, seconds: float,
-              core: float) -> None:  # fmt: skip
+              load: Load) -> None:  # fmt: skip
         """A collective whose ranks come to it each by its own list of actions: whoever is first
         makes the task, the others make it wait for them too."""
         key = (team, self.turns[rank, team])
         self.turns[rank, team] += 1
         if key not in self.joined:
-            self.joined[key] = self._exchange(team, name, seconds, core, ())
+            self.joined[key] = self._exchange(team, name, seconds, load, ())
         place = self.joined[key]
         if rank in self.last:
             task = self.tasks[place]
@@ -169,7 +183,7 @@ class StepTasks:
             held_s = seconds * curve.held
             self._compute(source, str(action), held_s)
             after = [self.last[source]] if source in self.last else []
-            task = self._exchange((source, target), str(action), seconds - held_s, curve.core,
+            task = self._exchange((source, target), str(action), seconds - held_s, _load(curve),
                                   after, one_way=True)  # fmt: skip
             self.moved[index, action, target] = task, held_s
 
@@ -193,7 +207,7 @@ class StepTasks:
                 more = added if action.op is Op.B and action.micro_batch else 0.0
                 self._compute(rank_cost.rank, name, sum(works) + more)
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
-                        self.costs.profile.exchange_core(stage.devices))  # fmt: skip
+                        Load(self.costs.profile.exchange_core(stage.devices)))  # fmt: skip
             if final and self.costs.plan.zero == 3:
                 self._sum_now(cost.ranks, group[0])
             if final:
@@ -211,7 +225,7 @@ class StepTasks:
                 for team, size in cost.blocks[block - first].gathers:
                     curve = self.costs.profile.curve("gather", team)
                     seconds = curve.seconds(size) + self.overheads.meet_s
-                    self._join(cost.rank, team, "gather", seconds, curve.core)
+                    self._join(cost.rank, team, "gather", seconds, _load(curve))
 
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
         """Sums that this rank waits for: of all steady buckets, or of those complete with a block.
@@ -225,7 +239,7 @@ class StepTasks:
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
                     self._join(cost.rank, bucket.ranks, "scatter",
-                               seconds + self.overheads.meet_s, curve.core)  # fmt: skip
+                               seconds + self.overheads.meet_s, _load(curve))  # fmt: skip
 
     def _summed_beside(self, bucket: Bucket) -> bool:
         """Whether the backward goes on meanwhile."""
@@ -282,7 +296,7 @@ class StepTasks:
         after |= {streams[bucket.ranks]} if bucket.ranks in streams else set()
         curve = self.costs.profile.curve(bucket.op, bucket.ranks)
         seconds = curve.seconds(bucket.num_bytes)
-        task = self._exchange(bucket.ranks, "reduce", seconds, curve.core, sorted(after))
+        task = self._exchange(bucket.ranks, "reduce", seconds, _load(curve), sorted(after))
         streams[bucket.ranks] = task
         for rank in bucket.ranks:
             self.reduced.setdefault(rank, []).append(task)
