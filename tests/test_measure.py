@@ -20,7 +20,7 @@ from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
 from autopar_torch.measure import links
 from autopar_torch.measure.beside import Beside, told
-from autopar_torch.measure.links import Line
+from autopar_torch.measure.links import Line, Seen
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
 from autopar_torch.measure.stats import evened, paced_medians
@@ -294,6 +294,17 @@ def test_a_rank_that_waited_does_not_make_a_sum_uncertain() -> None:
     line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=True)
     line.samples[8.0] = [0.9, 0.1] * 4  # every other time it waits for rank 0
     assert line.own(8.0) == [0.1] * 4
+
+
+@pytest.mark.parametrize(("alone", "seconds"), [(True, 3.5), (False, 3.0)])
+def test_an_exchange_takes_from_the_last_to_come_until_the_last_is_done(
+    alone: bool, seconds: float
+) -> None:
+    """Rank 1 came last, and rank 0 had all half a second later."""
+    places: Any = SimpleNamespace(rank=0, axis=lambda ranks: Axis(None, 2, 0, ranks))
+    line = Line("scatter", (0, 1), [8.0], places, torch.device("cpu"), uneven=True, alone=alone)
+    seen = [Seen({8.0: [9.5]}, {8.0: [0.1]}, [], []), Seen({8.0: [3.0]}, {8.0: [0.6]}, [], [])]
+    assert links._each(line, seen, 8.0) == [pytest.approx(seconds)]
 
 
 def test_who_was_sooner_in_an_exchange_waits_for_the_others(

@@ -203,6 +203,18 @@ def test_zero_2_adds_to_its_own_part_of_gradients_and_to_all_of_a_tied_one(
     assert rank.added_bytes == part * (rank.grad_bytes - tied_bytes) + tied_bytes
 
 
+def test_a_micro_batch_is_made_ready_once_for_all_stages_of_a_rank() -> None:
+    model = NanoGPT(64, 32, 2, 4, 16)
+    call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(pp=2, schedule="interleaved", virtual=2, num_micro_batches=4)
+    whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x2xA100-80")
+    more = replace(profile, overheads=replace(profile.overheads, micro_batch_s=1.0))
+    steps = [simulate(whole, traced.graph, p, 16) for p in (profile, more)]
+    for rank in whole.devices:
+        without, with_it = (step.parts(rank).compute_s for step in steps)
+        assert with_it - without == pytest.approx(4.0, rel=1e-3)
+
+
 def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() -> None:
     paces = (0.5, 0.8, 1.0, 1.2, 1.5)
     draws = drawn(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=paces), 5)

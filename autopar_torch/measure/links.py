@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from operator import add
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,13 +46,16 @@ class Line:
     """One kind of communication among the ranks of one group, at several sizes."""
 
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
-                 device: torch.device, uneven: bool, sharing: int = 1) -> None:  # fmt: skip
-        """`sharing`: so many of the ranks are on this one's core."""
+                 device: torch.device, uneven: bool, sharing: int = 1,
+                 alone: bool = True) -> None:  # fmt: skip
+        """`sharing`: so many of the ranks are on this one's core. `alone`: no two on any."""
         self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
+        self.alone = alone
         self.sharing, self.rounds = sharing, 0
         self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
+        self.rests: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.beside: list[Beside] = []
         self.held: list[float] = []
         self.other = computing(device)
@@ -75,7 +79,9 @@ class Line:
             else:
                 self._collective(size, work, self.axis)
             # Who is sooner waits: going on, it would keep a shared core from the others.
+            done = stamp()
             dist.barrier(group=self.axis.group)
+            self.rests[size].append(between(done, stamp()))
         if len(self.beside) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
             self.beside.append(beside(self.op, size, self.axis, self.device,
@@ -140,25 +146,22 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
     and those in which it hands its message over or asks for the other's.
 
     Each comes to a rank that waits for it, from a sender that has just done `other` things (for how
-    long says the answer): whoever wakes with other programs in its caches is slow, and so is who
-    hands over or asks. On a CPU receives are posted before.
+    long it says itself): whoever wakes with other programs in its caches is slow, and so is who
+    hands over or asks, which comes after other things too. On a CPU receives are posted before.
     """
     got, peer = torch.empty_like(sent), axis.ranks[1 - axis.index]
-    early, starts = sent.device.type == "cpu", axis.index == first
-    coming: Any = None
-    if early and not starts:
+    starts, coming = axis.index == first, None
+    other()
+    begun_s = time.perf_counter()
+    if sent.device.type == "cpu":
         coming = dist.irecv(got, peer, group=axis.group)
+    asking_s = time.perf_counter() - begun_s
     start = stamp()
     if not starts:
         _arrived(coming, got, peer, axis)
     begin = stamp()
     other()
-    computed_s = between(begin, stamp())
-    begun_s = time.perf_counter()
-    if early and starts:
-        coming = dist.irecv(got, peer, group=axis.group)
-    asking_s = time.perf_counter() - begun_s
-    sent[0] = computed_s + asking_s
+    sent[0] = between(begin, stamp())
     begun_s = time.perf_counter()
     gone: Any = dist.isend(sent, peer, group=axis.group)
     busy_s = asking_s + time.perf_counter() - begun_s
@@ -182,21 +185,33 @@ def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
     work.wait()
 
 
-Seen = tuple[dict[float, list[float]], list[Beside], list[float]]  # samples by size, beside, held
+class Seen(NamedTuple):
+    """What one rank saw of a line."""
+
+    samples: dict[float, list[float]]  # seconds by size
+    rests: dict[float, list[float]]  # and from then on until all had met
+    beside: list[Beside]
+    held: list[float]
+
+
+def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
+    """Of messages every rank has its own samples. Who comes last to a collective waits for nobody:
+    it begins then. It ends when the last one is done, be it another one, as links may be slower one
+    way. On a shared core, which one rank leaves late to another, the former stands for the latter.
+    """
+    columns = [own.samples[size] for own in seen]
+    if line.op == "send":
+        return [x for own in columns for x in own]
+    rests = [own.rests[size] if line.alone else [0.0] * len(own.samples[size]) for own in seen]
+    rows = zip(zip(*columns, strict=True), zip(*rests, strict=True), strict=True)
+    return [min(map(add, own, rest)) - min(rest) for own, rest in rows]
 
 
 def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
-    """Medians. Who comes last to a collective waits for nobody: its time is that of the work; of
-    messages every rank has its own samples."""
-    points = []
-    for size in line.sizes:
-        columns = [samples[size] for samples, _, _ in seen]
-        each = [x for own in columns for x in own] if key[0] == "send" else (
-            [min(row) for row in zip(*columns, strict=True)])  # fmt: skip
-        points.append((size, median(each)))
-    shared = [x for _, own, _ in seen for x in own]
-    held = [x for _, _, own in seen for x in own]
-    return Curve(*key, tuple(points), median([x.core for x in shared]),
+    points = tuple((size, median(_each(line, seen, size))) for size in line.sizes)
+    shared = [x for own in seen for x in own.beside]
+    held = [x for own in seen for x in own.held]
+    return Curve(*key, points, median([x.core for x in shared]),
                  median(held) if held else 0.0, median([x.speed for x in shared]))  # fmt: skip
 
 
@@ -214,7 +229,7 @@ class Lines:
         self.places, self.cluster = places, cluster
         self.busy = torch.ones(128, 128, device=device)
         self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late,
-                                self._on_this_core(ranks))
+                                self._on_this_core(ranks), cluster.most_on_a_core(ranks) == 1)
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
     def focus(self, needs: Sequence[CurveNeed]) -> None:
@@ -254,12 +269,12 @@ class Lines:
     def forget(self) -> None:
         for line in self.lines.values():
             line.held.clear()
-            for samples in line.samples.values():
-                samples.clear()
+            for times in (*line.samples.values(), *line.rests.values()):
+                times.clear()
 
     def result(self) -> tuple[Curve, ...]:
         """The same on all ranks, which must all call this."""
-        everyone = self.places.gather({key: (line.samples, line.beside, line.held)
+        everyone = self.places.gather({key: Seen(line.samples, line.rests, line.beside, line.held)
                                        for key, line in self.lines.items()})  # fmt: skip
         return tuple(_curve(key, line, [everyone[rank][key] for rank in line.ranks])
                      for key, line in self.lines.items())  # fmt: skip

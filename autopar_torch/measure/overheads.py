@@ -16,7 +16,8 @@ from .stats import median
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
 MEETINGS = 2
 COLD = ("update", "fill")  # come long after what they need was last used
-WARM = ("batch", "context")  # come before what begins a step or a micro-batch, as every time
+WARM = ("batch",)  # comes before what begins a step, as every time
+AMONG = ("context",)  # comes between forwards and backwards, which leave other programs in caches
 TOGETHER = ("meet", "compute", "both")  # all ranks begin at once
 
 
@@ -41,9 +42,9 @@ class Extras:
             "context": context,
         }
         self.places, self.ranks_per_core, self.device = places, ranks_per_core, device
-        self.flag = torch.zeros(1, device=device)
+        self.flag, self.other = torch.zeros(1, device=device), computing(device)
         if ranks_per_core > 1:
-            self.works |= self._meetings(computing(device))
+            self.works |= self._meetings(self.other)
         self.samples: dict[str, list[float]] = {name: [] for name in self.works}
 
     def round(self) -> None:
@@ -52,6 +53,8 @@ class Extras:
                 torch.ones(FLUSH, device=self.device)
             if name in WARM:
                 work()
+            if name in AMONG:
+                self.other()
             if name in TOGETHER:
                 self.places.sum(self.flag)
             by_core = self.ranks_per_core > 1 and name not in TOGETHER

@@ -224,9 +224,9 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     counts, split, least = space.counts, space.split, space.added
     forward = space.costs[FORWARD]
     work = forward + space.backward() + least
-    extra, stages = over.action_s + over.micro_batch_s, p * space.virtual  # of every forward
-    total = (counts * work).sum(axis=0) + stages * extra
-    ahead = (counts * forward).sum(axis=0) + stages * extra
+    extra = space.virtual * over.action_s + over.micro_batch_s  # of a position's forwards
+    total = (counts * work).sum(axis=0) + p * extra
+    ahead = (counts * forward).sum(axis=0) + p * extra
     phi, iota = _fractions(space, work, extra)
     there, back = _messages(space)
     name = space.schedule
@@ -234,7 +234,7 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     base = np.where(split, ahead + there,
                     np.where(space.hurries, ahead + early, total) + there + back)  # fmt: skip
     factor, first = _spread(space, phi, iota)
-    longest = _slowest(space, work) + space.virtual * extra
+    longest = _slowest(space, work) + extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
     plain = name != SCHEDULES.index("interleaved")
     drained = _drained(space, work, total, longest, phi) - (counts * least).sum(axis=0)
@@ -245,7 +245,7 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     return np.where(p == 1, m * total + bucket, seconds)
 
 
-def _fractions(space: _Space, work: Array, extra: float) -> tuple[Array, Array]:
+def _fractions(space: _Space, work: Array, extra: Array) -> tuple[Array, Array]:
     """phi: the forward of a position is no more of its work; iota: its inner backward no less.
 
     Seconds e that come with every forward are in f_k and t_k: with F <= phi T and I >= iota T but

@@ -135,7 +135,8 @@ class Pricer:
         """Seconds of every stage, and of the messages between stages, for some cuts (rows)."""
         c, over = self.candidate, self.over
         work = np.diff(self.work[:, borders], axis=2)
-        work[_FORWARD] += over.action_s + over.micro_batch_s
+        work[_FORWARD] += over.action_s
+        work[_FORWARD][:, : c.pp] += over.micro_batch_s  # later stages of a position find it done
         send, back = np.zeros((2, len(borders), c.stages() - 1))
         for curve, s in self.tables.hops(self.tp, c.pp, c.stages()) if c.pp > 1 else ():
             ahead, answer = self.tables.message(c.option, self.rows, curve)

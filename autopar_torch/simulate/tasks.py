@@ -196,7 +196,8 @@ class StepTasks:
         apart = final or self.costs.plan.zero == 3
         order = blocks if action.op is Op.F else list(reversed(blocks))
         groups = [[b] for b in order] if apart else [list(order)]
-        self._before(cost.ranks, action, name)
+        first = action.stage == replica.position_of.index(replica.position_of[action.stage])
+        self._before(cost.ranks, action, name, first)
         for group in groups:
             self._gather(cost.ranks, action.op, group, blocks.start)
             factors = self.draw.factors(len(group))
@@ -255,11 +256,12 @@ class StepTasks:
     def _packing_s(self, bucket: Bucket) -> float:
         return bucket.num_bytes * self.overheads.packing(bucket.op)
 
-    def _before(self, ranks: Sequence[RankCost], action: Action, name: str) -> None:
+    def _before(self, ranks: Sequence[RankCost], action: Action, name: str, first: bool) -> None:
+        """`first`: of the stages of its ranks, which finds the micro-batch as it came."""
         for cost in ranks:
             extra = 0.0
             if action.op is Op.F:
-                extra = self.overheads.action_s + self.overheads.micro_batch_s
+                extra = self.overheads.action_s + self.overheads.micro_batch_s * first
             elif action.op in (Op.B, Op.W) and action.micro_batch:
                 extra = cost.added_bytes * self.overheads.add_s_per_byte
             self._compute(cost.rank, name, extra)
