@@ -23,7 +23,7 @@ from autopar_torch.measure.beside import Beside, told
 from autopar_torch.measure.links import Line, Seen
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
-from autopar_torch.measure.stats import evened, paced_medians
+from autopar_torch.measure.stats import evened, paced_medians, trimmed_mean
 from autopar_torch.plan import fit
 from autopar_torch.profile import AGAIN, Cell, Curve, Lookup, Piece, Profile, merged
 from autopar_torch.run import choose, survey
@@ -319,6 +319,13 @@ def test_who_was_sooner_in_an_exchange_waits_for_the_others(
     monkeypatch.setattr(line, "_work", lambda *_: lambda: seen.append("exchange"))
     line.round()
     assert seen == ["meet", "exchange", "meet"]
+    assert line.samples == line.rests == {8.0: []}, "a round to warm up leaves nothing behind"
+
+
+def test_skewed_times_count_by_their_mean_but_an_outlier_does_not() -> None:
+    assert trimmed_mean([3.0]) == 3.0 and trimmed_mean([3.0, 5.0]) == 4.0
+    assert trimmed_mean([1.0, 2.0, 90.0]) == 2.0
+    assert trimmed_mean([1.0] * 6 + [2.0] * 3 + [90.0]) == pytest.approx(11 / 8)
 
 
 def test_an_exchange_is_told_by_what_it_takes_of_computing_and_what_is_left_of_its_speed() -> None:

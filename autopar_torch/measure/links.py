@@ -16,7 +16,7 @@ from ..profile import Curve, CurveNeed, around, few
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
 from .beside import Beside, beside
-from .stats import median, uncertainty
+from .stats import median, trimmed_mean, uncertainty
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
@@ -72,7 +72,8 @@ class Line:
             torch.ones(FLUSH, device=self.device)  # as after a block: what is sent is not at hand
             dist.barrier(group=self.axis.group)
             work = self._work(size, self.axis)
-            if self.rounds <= WARM_UP:
+            timed = self.rounds > WARM_UP
+            if not timed:
                 work()
             elif self.op == "send":
                 self._message(size, self.axis)
@@ -81,7 +82,8 @@ class Line:
             # Who is sooner waits: going on, it would keep a shared core from the others.
             done = stamp()
             dist.barrier(group=self.axis.group)
-            self.rests[size].append(between(done, stamp()))
+            if timed:
+                self.rests[size].append(between(done, stamp()))
         if len(self.beside) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
             self.beside.append(beside(self.op, size, self.axis, self.device,
@@ -208,7 +210,7 @@ def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
 
 
 def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
-    points = tuple((size, median(_each(line, seen, size))) for size in line.sizes)
+    points = tuple((size, trimmed_mean(_each(line, seen, size))) for size in line.sizes)
     shared = [x for own in seen for x in own.beside]
     held = [x for own in seen for x in own.held]
     return Curve(*key, points, median([x.core for x in shared]),

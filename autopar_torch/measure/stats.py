@@ -17,6 +17,13 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Without the outermost tenth at either end. Steps add up times, and of those that are skewed
+    the medians add up to too little."""
+    away = -(-len(values) // 10) if len(values) > 2 else 0
+    return mean(sorted(values)[away : len(values) - away])
+
+
 def spread(values: Sequence[float]) -> float:
     """Distance of the quartiles over the median; 0 for a single value."""
     if len(values) < 2 or not statistics.median(values):
