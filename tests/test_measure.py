@@ -19,7 +19,7 @@ import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
 from autopar_torch.measure import links
-from autopar_torch.measure.beside import Beside, told
+from autopar_torch.measure.beside import Beside, Probe, told
 from autopar_torch.measure.links import Line, Seen
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
@@ -329,10 +329,11 @@ def test_skewed_times_count_by_their_mean_but_an_outlier_does_not() -> None:
 
 
 def test_an_exchange_is_told_by_what_it_takes_of_computing_and_what_is_left_of_its_speed() -> None:
-    assert told(10.0, 8.0, 8.0, 2.0, number=1) == Beside(core=0.0, speed=1.0)
-    assert told(10.0, 6.0, 8.0, 6.0, number=1) == Beside(core=0.5, speed=0.5)  # half done, slower
-    assert told(10.0, 4.0, 8.0, 2.0, number=2) == Beside(core=0.25, speed=1.0)  # two on a core
-    assert told(1.0, 8.0, 8.0, 0.0, number=1) == Beside(core=0.0, speed=1.0)  # ended within
+    assert told([Probe(10.0, 8.0, 0.0, 2.0)]) == Beside(core=0.0, speed=1.0)
+    assert told([Probe(10.0, 8.0, 2.0, 6.0)]) == Beside(core=0.5, speed=0.5)  # half done, slower
+    assert told([Probe(1.0, 1.0, 0.0, 0.0)]) == Beside(core=0.0, speed=1.0)  # ended within
+    goes_on, stands = Probe(10.0, 8.0, 0.0, 2.0), Probe(10.0, 8.0, 0.0, 10.0)
+    assert told([goes_on, stands] * 8).speed == pytest.approx(0.5), "what is lost adds up"
 
 
 def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:

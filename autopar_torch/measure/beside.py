@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,21 @@ from ..shard.collectives import (
     start_sum,
 )
 from ..shard.watch import between, stamp
+from .stats import trimmed_mean
 
 PART = 0.8  # of an exchange's time is computed beside it, so that it still goes on then
 LEAST = 0.1  # of its speed: nothing starves; below that, what is lost is not told from noise
 
 Begin = Callable[[], list[Any]]
 Work = Callable[[], object]
+
+
+class Exchange(NamedTuple):
+    """`ahead`: what is begun before its ranks meet, as receives are in training. One that is posted
+    as the message leaves has its sender's thread wait for a core that computes."""
+
+    begin: Begin
+    ahead: Begin = list
 
 
 class Beside(NamedTuple):
@@ -32,64 +41,85 @@ class Beside(NamedTuple):
     speed: float
 
 
-def beside(op: str, num_bytes: float, axis: Axis, device: torch.device, exchange: Work,
-           sharing: int) -> Beside:  # fmt: skip
+class Probe(NamedTuple):
+    """What was seen once of an exchange and of computing beside it."""
+
+    whole_s: float  # of the exchange alone
+    both_s: float  # in which it went on while this rank computed
+    lost_s: float  # that the computing took longer, for each exchange beside it
+    rest_s: float  # that the exchange took after that
+
+
+def beside(op: str, num_bytes: float, axis: Axis, device: torch.device, sharing: int) -> Probe:
     """Compute alone, then while an exchange goes on; all ranks of the axis call this, `sharing` of
     them on this core.
 
     So it counts what the process does, what the system does for it (a third of a core where packets
     wait for their turn on a link), what both leave of the caches, and how long a message waits
-    until a thread gets the core.
+    until a thread gets the core. A message is seen by who receives it, and goes alone: with another
+    one the other way, answers would wait behind what is sent.
     """
-    ways = 2 if op == "send" else 1  # at once, where `exchange` sends one after the other
+    if op != "send":
+        return _probe(_collective(op, num_bytes, axis, device), axis, device, sharing)
+    ways = [_probe(_message(num_bytes, first, axis, device), axis, device, 1) for first in (0, 1)]
+    return ways[1 - axis.index]
+
+
+def _probe(exchange: Exchange, axis: Axis, device: torch.device, number: int) -> Probe:
+    """`number`: of parts that the exchange has on this core."""
     a, b = torch.ones(128, 192, device=device), torch.ones(192, 384, device=device)
-    whole_s, other_s = _longest([_timed(exchange) / ways, _timed(lambda: a @ b)], axis, device)
+    alone_s = _computing(exchange, lambda: None, axis)
+    whole_s, other_s = _longest([sum(alone_s), _timed(lambda: a @ b)], axis, device)
     turns = 1 + int(PART * whole_s / other_s)
 
     def compute() -> None:
         for _ in range(turns):
             a @ b
 
-    alone_s, _ = _computing(list, compute, axis)
-    # Handing over a message is told by `Curve.held`.
-    own_s, rest_s = _computing(_begin(op, num_bytes, axis, device), compute, axis, op == "send")
-    return told(whole_s, alone_s, own_s, rest_s, ways * sharing)
+    compute_s, _ = _computing(Exchange(list), compute, axis)
+    both_s, rest_s = _computing(exchange, compute, axis)
+    return Probe(whole_s, min(both_s, whole_s), (both_s - compute_s) / number, rest_s)
 
 
-def told(whole_s: float, alone_s: float, own_s: float, rest_s: float, number: int) -> Beside:
-    """From the seconds of an exchange, of some computing alone and beside `number` of them, and of
-    what was left of the exchange then."""
-    went_on_s = min(own_s, whole_s)
-    speed = min(1.0, max(LEAST, (whole_s - rest_s) / went_on_s))
-    lost = max(0.0, own_s - alone_s) / (number * went_on_s)
-    return Beside(min(1.0, lost / speed), speed)
+def told(probes: Sequence[Probe]) -> Beside:
+    """Of what was lost the mean counts: some exchanges go on as if nobody computed, others stand
+    still until a thread gets the core."""
+    whole_s, both_s, lost_s, rest_s = map(trimmed_mean, zip(*probes, strict=True))
+    speed = min(1.0, max(LEAST, (whole_s - rest_s) / both_s))
+    return Beside(min(1.0, max(0.0, lost_s) / both_s / speed), speed)
 
 
-def _begin(op: str, num_bytes: float, axis: Axis, device: torch.device) -> Begin:
+def _collective(op: str, num_bytes: float, axis: Axis, device: torch.device) -> Exchange:
     count, parts = max(1, int(num_bytes) // 4), axis.parts
     flat = torch.ones(count, device=device)
     rows = torch.ones((parts, max(1, count // parts)), device=device)
     match op:
         case "sum":
-            return lambda: start_sum(flat, axis)
+            return Exchange(lambda: start_sum(flat, axis))
         case "scatter":
-            return lambda: start_scatter(rows, axis)[1]
-        case "gather":
-            got = torch.empty_like(rows)
-            return lambda: start_exchange([rows[0]] * parts, got.unbind(), axis)
+            return Exchange(lambda: start_scatter(rows, axis)[1])
         case _:
-            coming, peer = torch.empty_like(flat), 1 - axis.index
-            return lambda: start_messages([(flat, peer)], [(coming, peer)], axis)
+            got = torch.empty_like(rows)
+            return Exchange(lambda: start_exchange([rows[0]] * parts, got.unbind(), axis))
 
 
-def _computing(begin: Begin, compute: Work, axis: Axis, later: bool = False) -> tuple[float, float]:
-    """Seconds of computing, `later`: since all is under way; and of what is left to wait for."""
+def _message(num_bytes: float, first: int, axis: Axis, device: torch.device) -> Exchange:
+    flat = torch.ones(max(1, int(num_bytes) // 4), device=device)
+    way = [(flat, 1 - axis.index)]
+    if axis.index == first:
+        return Exchange(lambda: start_messages(way, [], axis))
+    if device.type == "cpu":
+        return Exchange(list, ahead=lambda: start_messages([], way, axis))
+    return Exchange(lambda: start_messages([], way, axis))
+
+
+def _computing(exchange: Exchange, compute: Work, axis: Axis) -> tuple[float, float]:
+    """Seconds of computing with what it takes to begin, and of what is left to wait for."""
+    works = exchange.ahead()
     dist.barrier(group=axis.group)
     compute()
     start = stamp()
-    works = begin()
-    if later:
-        start = stamp()
+    works = works + exchange.begin()
     compute()
     middle = stamp()
     arrive(works)

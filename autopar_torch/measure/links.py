@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, around, few
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
-from .beside import Beside, beside
+from .beside import Beside, Probe, beside, told
 from .stats import median, trimmed_mean, uncertainty
 
 MOST_POINTS = 5
@@ -23,7 +23,7 @@ FLUSH = 1 << 22
 T = TypeVar("T")
 LATE = ("sum", "scatter")  # what ends a step: ranks do not come to it together
 WARM_UP = 2  # rounds that are not timed
-PROBES, PROBE_BYTES = 4, 1 << 20  # to see how an exchange and computing share a core
+PROBES, PROBE_BYTES = 12, 1 << 20  # to see how an exchange and computing share a core
 WIDTH, DEPTH = 192, 4  # of what is computed before a message or a meeting
 
 
@@ -56,7 +56,7 @@ class Line:
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
         self.rests: dict[float, list[float]] = {size: [] for size in self.sizes}
-        self.beside: list[Beside] = []
+        self.probes: list[Probe] = []
         self.held: list[float] = []
         self.other = computing(device)
 
@@ -84,10 +84,9 @@ class Line:
             dist.barrier(group=self.axis.group)
             if timed:
                 self.rests[size].append(between(done, stamp()))
-        if len(self.beside) < PROBES:
+        if len(self.probes) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
-            self.beside.append(beside(self.op, size, self.axis, self.device,
-                                      self._work(size, self.axis), self.sharing))  # fmt: skip
+            self.probes.append(beside(self.op, size, self.axis, self.device, self.sharing))
 
     def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
         """As in training ranks come to it from other things. If `uneven`, each in turn later than
@@ -192,7 +191,7 @@ class Seen(NamedTuple):
 
     samples: dict[float, list[float]]  # seconds by size
     rests: dict[float, list[float]]  # and from then on until all had met
-    beside: list[Beside]
+    probes: list[Probe]
     held: list[float]
 
 
@@ -211,10 +210,10 @@ def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
 
 def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
     points = tuple((size, trimmed_mean(_each(line, seen, size))) for size in line.sizes)
-    shared = [x for own in seen for x in own.beside]
+    probes = [x for own in seen for x in own.probes]
+    beside = told(probes) if probes else Beside(0.0, 1.0)
     held = [x for own in seen for x in own.held]
-    return Curve(*key, points, median([x.core for x in shared]),
-                 median(held) if held else 0.0, median([x.speed for x in shared]))  # fmt: skip
+    return Curve(*key, points, beside.core, median(held) if held else 0.0, beside.speed)
 
 
 class Lines:
@@ -276,7 +275,7 @@ class Lines:
 
     def result(self) -> tuple[Curve, ...]:
         """The same on all ranks, which must all call this."""
-        everyone = self.places.gather({key: Seen(line.samples, line.rests, line.beside, line.held)
+        everyone = self.places.gather({key: Seen(line.samples, line.rests, line.probes, line.held)
                                        for key, line in self.lines.items()})  # fmt: skip
         return tuple(_curve(key, line, [everyone[rank][key] for rank in line.ranks])
                      for key, line in self.lines.items())  # fmt: skip
