@@ -84,7 +84,10 @@ class Line:
             dist.barrier(group=self.axis.group)
             if timed:
                 self.rests[size].append(between(done, stamp()))
-        if len(self.probes) < PROBES:
+
+    def probe(self) -> None:
+        """How it and computing share a core, while nobody else computes on it."""
+        if self.axis is not None and len(self.probes) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
             self.probes.append(beside(self.op, size, self.axis, self.device, self.sharing))
 
@@ -254,6 +257,9 @@ class Lines:
                 while self._disturbs(line) and not done.is_completed():
                     self.busy @ self.busy
                 done.wait()
+            line.probe()
+            if self.places.size > 1:
+                dist.barrier()
 
     def _on_this_core(self, ranks: Sequence[int]) -> int:
         own = self.cluster.core(self.places.rank)
