@@ -332,6 +332,7 @@ def test_an_exchange_is_told_by_what_it_takes_of_computing_and_what_is_left_of_i
     assert told([Probe(10.0, 8.0, 0.0, 2.0)]) == Beside(core=0.0, speed=1.0)
     assert told([Probe(10.0, 8.0, 2.0, 6.0)]) == Beside(core=0.5, speed=0.5)  # half done, slower
     assert told([Probe(1.0, 1.0, 0.0, 0.0)]) == Beside(core=0.0, speed=1.0)  # ended within
+    assert told([Probe(1.0, 5.0, 0.0, 0.0)]) == Beside(core=0.0, speed=0.2)  # while others compute
     goes_on, stands = Probe(10.0, 8.0, 0.0, 2.0), Probe(10.0, 8.0, 0.0, 10.0)
     assert told([goes_on, stands] * 8).speed == pytest.approx(0.5), "what is lost adds up"
 

@@ -45,7 +45,7 @@ class Probe(NamedTuple):
     """What was seen once of an exchange and of computing beside it."""
 
     whole_s: float  # of the exchange alone
-    both_s: float  # in which it went on while this rank computed
+    both_s: float  # in which it went on while its core computed
     lost_s: float  # that the computing took longer, for each exchange beside it
     rest_s: float  # that the exchange took after that
 

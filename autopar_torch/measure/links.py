@@ -47,10 +47,11 @@ class Line:
 
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
                  device: torch.device, uneven: bool, sharing: int = 1,
-                 alone: bool = True) -> None:  # fmt: skip
-        """`sharing`: so many of the ranks are on this one's core. `alone`: no two on any."""
+                 alone: bool = True, crowded: bool = False) -> None:  # fmt: skip
+        """`sharing`: so many of the ranks are on this one's core. `alone`: no two on any.
+        `crowded`: others compute on its cores while it is probed."""
         self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
-        self.alone = alone
+        self.alone, self.crowded = alone, crowded
         self.sharing, self.rounds = sharing, 0
         self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
@@ -86,10 +87,19 @@ class Line:
                 self.rests[size].append(between(done, stamp()))
 
     def probe(self) -> None:
-        """How it and computing share a core, while nobody else computes on it."""
-        if self.axis is not None and len(self.probes) < PROBES:
+        """How it and computing share a core."""
+        if self.axis is None:
+            return
+        if self.crowded and self.rounds > WARM_UP:
+            self.probes.append(self._among(self.wanted[-1], self.axis))
+        elif not self.crowded and len(self.probes) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
             self.probes.append(beside(self.op, size, self.axis, self.device, self.sharing))
+
+    def _among(self, size: float, axis: Axis) -> Probe:
+        """A message while others compute where it comes from and where it goes to: most of what it
+        takes longer is waiting until its receiver gets the core."""
+        return Probe(self.samples[size][-1], self._sent(size, axis)[0], 0.0, 0.0)
 
     def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
         """As in training ranks come to it from other things. If `uneven`, each in turn later than
@@ -108,12 +118,13 @@ class Line:
         return self.samples[size][self.axis.index :: self.axis.parts]
 
     def _message(self, size: float, axis: Axis) -> None:
+        seconds, posting = self._sent(size, axis)
+        self.samples[size].append(seconds)
+        self.held.append(min(1.0, posting / max(seconds, 1e-9)))
+
+    def _sent(self, size: float, axis: Axis) -> tuple[float, float]:
         sent = torch.ones(max(1, int(size) // 4), device=self.device)
-        for first in (0, 1):
-            seconds, posting = _to_and_fro(sent, axis, first, self.other)
-            if axis.index == first:
-                self.samples[size].append(seconds)
-                self.held.append(min(1.0, posting / max(seconds, 1e-9)))
+        return [_to_and_fro(sent, axis, first, self.other) for first in (0, 1)][axis.index]
 
     def _work(self, size: float, axis: Axis) -> Callable[[], None]:
         count = max(1, int(size) // 4)
@@ -233,7 +244,8 @@ class Lines:
         self.places, self.cluster = places, cluster
         self.busy = torch.ones(128, 128, device=device)
         self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late,
-                                self._on_this_core(ranks), cluster.most_on_a_core(ranks) == 1)
+                                self._on_this_core(ranks), cluster.most_on_a_core(ranks) == 1,
+                                self._crowded(key[0], ranks))
                       for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
 
     def focus(self, needs: Sequence[CurveNeed]) -> None:
@@ -245,33 +257,36 @@ class Lines:
             line.focus(asked.get(key, ()))
 
     def round(self) -> None:
-        """Each in turn, everyone else idle; but whoever shares a core with two that exchange
-        messages computes, as stages of a pipeline do that share cores. Sums come at the end of a
-        step, when there is less and less to compute."""
+        """Each in turn, everyone else idle."""
         for line in self.lines.values():
-            if not line.wanted:
-                continue
-            line.round()
-            if self.places.size > 1:
-                done = dist.barrier(async_op=True)
-                while self._disturbs(line) and not done.is_completed():
-                    self.busy @ self.busy
-                done.wait()
-            line.probe()
-            if self.places.size > 1:
-                dist.barrier()
+            if line.wanted:
+                line.round()
+                self._meet()
+                line.probe()
+                self._meet(meanwhile=self._disturbs(line))
+
+    def _meet(self, meanwhile: bool = False) -> None:
+        """`meanwhile`: compute until all are there."""
+        if self.places.size > 1:
+            done = dist.barrier(async_op=True)
+            while meanwhile and not done.is_completed():
+                self.busy @ self.busy
+            done.wait()
 
     def _on_this_core(self, ranks: Sequence[int]) -> int:
         own = self.cluster.core(self.places.rank)
         return max(1, [self.cluster.core(rank) for rank in ranks].count(own))
 
+    def _crowded(self, op: str, ranks: Sequence[int]) -> bool:
+        """Whether they exchange messages where others compute, as stages of a pipeline do that
+        share cores. Sums come at the end of a step, when there is less and less to compute."""
+        others = set(range(self.places.size)) - set(ranks)
+        cores = set(map(self.cluster.core, ranks))
+        return op == "send" and not cores.isdisjoint(map(self.cluster.core, others))
+
     def _disturbs(self, line: Line) -> bool:
         own = self.cluster.core(self.places.rank)
-        return (
-            line.op == "send"
-            and line.axis is None
-            and own in {self.cluster.core(rank) for rank in line.ranks}
-        )
+        return line.crowded and line.axis is None and own in map(self.cluster.core, line.ranks)
 
     def forget(self) -> None:
         for line in self.lines.values():
