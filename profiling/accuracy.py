@@ -63,6 +63,7 @@ PLANS: dict[int, Plans] = {
 NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
 DRAWS = 15  # of the simulator, where times vary
 LIMIT_S = 3600  # of a case: spells in which the host takes the cores are waited out
+STEPS = 3  # timed one after another in a round
 RECORD_EVERY = 2  # rounds; recorded steps are not timed
 
 
@@ -95,14 +96,15 @@ class Side:
         self.optimizer.zero_grad()
 
     def timed(self) -> None:
-        """One more step, after one that is not timed: in training they follow each other."""
+        """Some more steps, after one that is not timed: in training they follow each other."""
         import torch.distributed as dist
 
         self.step()
-        dist.barrier()
-        start = time.perf_counter()
-        self.step()
-        self.seconds.append(time.perf_counter() - start)
+        for _ in range(STEPS):
+            dist.barrier()
+            start = time.perf_counter()
+            self.step()
+            self.seconds.append(time.perf_counter() - start)
 
     def recorded(self) -> None:
         """One more step, watched: how long this rank computes."""
@@ -181,7 +183,8 @@ def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
     own = (side.seconds, statistics.median(side.computing), side.peak_bytes())
     everyone, computing, peaks = zip(*side.model.world.gather(own), strict=True)
     seconds = slowest(everyone)
-    halves = [statistics.median(seconds[i::2]) for i in (0, 1)]
+    rounds = [seconds[k : k + STEPS] for k in range(0, len(seconds), STEPS)]
+    halves = [statistics.median(s for round in rounds[i::2] for s in round) for i in (0, 1)]
     parts = [timeline.parts(rank) for rank in range(side.model.world.size)]
     return {
         "predicted_s": timeline.step_s, "measured_s": statistics.median(seconds),
@@ -233,7 +236,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--models", default="gpt,llama,vit")
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--rank-main", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--plan", action="append", default=[])
@@ -246,7 +249,7 @@ def main() -> int:
         rank_main(args.rank_main, args.rounds, args.out, args.plan)
         return 0
     if args.quick:
-        args.models, args.worlds, args.networks, args.rounds = "gpt", "2", "loopback", 10
+        args.models, args.worlds, args.networks = "gpt", "2", "loopback"
     rows: list[dict[str, Any]] = []
     import tempfile
 

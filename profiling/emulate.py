@@ -1,6 +1,8 @@
-"""Run a command on emulated nodes: links of a given speed, equal shares of cores.
+"""Run a command on emulated nodes: a core each, links of a given speed.
 
-Needs what tests/netlab needs (Linux, root).
+Where there are more nodes than cores some share one, and are known to (`measure/detect.py`). Quotas
+would not make it half a core each: they let who has waited run at full speed for a while, and stop
+who has not for milliseconds. Needs what tests/netlab needs (Linux, root).
 """
 
 from __future__ import annotations
@@ -18,11 +20,10 @@ TIMEOUT_S = 3600
 
 
 def nodes(count: int, rate_mbps: float) -> list[Node]:
-    """As many nodes as asked for; those that share a core get equal parts of it."""
+    """As many nodes as asked for."""
     cores = sorted(os.sched_getaffinity(0))
-    per_core = -(-count // len(cores))
-    return [Node(name=f"n{i}", cores=(cores[i % len(cores)],), cpu_share=1.0 / per_core,
-                 rate_mbps=rate_mbps) for i in range(count)]  # fmt: skip
+    return [Node(name=f"n{i}", cores=(cores[i % len(cores)],), rate_mbps=rate_mbps)
+            for i in range(count)]  # fmt: skip
 
 
 def run_in_lab(command: Sequence[str], count: int, bits_per_s: float,

@@ -18,7 +18,7 @@ import torch
 import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
-from autopar_torch.measure import links
+from autopar_torch.measure import detect, links
 from autopar_torch.measure.beside import Beside, Probe, told
 from autopar_torch.measure.links import Line, Seen
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
@@ -151,6 +151,14 @@ def test_ranks_that_share_a_core_measure_every_phase() -> None:
     assert all(seconds > 0 for seconds in one["early"]) and any(one["late"]), one
     assert any(one["added"]) and not any(one["added_split"]), one
     assert one["varies"], "steps vary where cores are shared too"
+
+
+def test_nodes_on_one_machine_are_known_to_share_its_cores() -> None:
+    """Containers, say: ranks reach each other by a network, and wait for each other's core."""
+    places = [("a/1", "boot core 0"), ("b/2", "boot core 1"), ("c/3", "boot core 0"), ("d/4", "")]
+    found = detect.cluster(lambda here: [(*place, here[2]) for place in places])
+    assert len(found.nodes) == 4
+    assert found.cores == (0, 1, 0, 2)
 
 
 @pytest.mark.parametrize("mesh", [(2,), (4,)])

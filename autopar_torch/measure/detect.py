@@ -27,11 +27,17 @@ def _node() -> str:
 
 
 def _core() -> str:
-    """The cores that this process may use; a GPU is its own."""
+    """The cores that this process may use, of this machine; a GPU is its own."""
     if torch.cuda.is_available():
         return f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return f"core {cores[0]}" if len(cores) == 1 else ""
+    return f"{_machine()} core {cores[0]}" if len(cores) == 1 else ""
+
+
+def _machine() -> str:
+    """What is started at once: containers on it may share its cores."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def _cpu() -> Device:
@@ -60,7 +66,7 @@ def cluster(gather: Callable[[tuple[str, str, Device]], list[tuple[str, str, Dev
     for node, _, device in places:
         nodes.setdefault(node, []).append(device)
     devices = tuple(tuple(_part(d, len(own)) for d in own) for own in nodes.values())
-    names = [(node, core or str(rank)) for rank, (node, core, _) in enumerate(places)]
+    names = [core or str(rank) for rank, (_, core, _) in enumerate(places)]
     order = list(dict.fromkeys(names))
     cores = tuple(order.index(name) for name in names)
     inside = NVLINK if torch.cuda.is_available() else LOOPBACK
