@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 from autopar_torch.errors import ScheduleError
 
+AHEAD = 6  # actions, a round of 1F1B: a receive is asked for so early (see `run/executor.py`)
+
 
 class Op(StrEnum):
     """What a position can be told to do for one stage and one micro-batch."""

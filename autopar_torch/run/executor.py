@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plan import Replica
-from ..schedule import Action, Op, Schedule
+from ..schedule import AHEAD, Action, Op, Schedule
 from .params import Reducer
 from .record import SILENT, Recorder, Silent
 from .stage import StageRunner, Values
@@ -132,8 +132,9 @@ class Executor:
             self._do(action)
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
-        """Post the receives that follow before the computation that comes first."""
-        for action in actions[index : index + 3]:
+        """Post the receives that follow. A message that nobody has asked for when it is sent goes
+        later, when a thread of its sender's gets a core that computes by then."""
+        for action in actions[index : index + AHEAD]:
             if action.op in (Op.RECV_F, Op.RECV_B):
                 other = action.stage + (-1 if action.op is Op.RECV_F else 1)
                 self.mail.post(action, other, lambda a=action: self._empty(a))  # type: ignore[misc]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..plan import Replica
-from ..schedule import Action, Op, Schedule
+from ..schedule import AHEAD, Action, Op, Schedule
 from ..timeline import Memory
 from .costs import Bucket, Costs, RankCost
 from .tasks import schedule_of
@@ -84,8 +85,10 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
                    fixed=int(costs.profile.profile.overheads.fixed_bytes))  # fmt: skip
     tally = _Tally(fixed, parts.values())
     last = {action.stage: action for action in lane if action.op in (Op.B, Op.W)}
-    for action in lane:
+    received = list(accumulate((_received_bytes(parts, action) for action in lane), initial=0.0))
+    for index, action in enumerate(lane):
         part = parts[action.stage]
+        tally.posted = received[min(index + AHEAD, len(lane))] - received[index + 1]
         if action.op is Op.SEND_B:
             tally.kept += part.came_bytes
         for sent in came_back.get(action, ()):
@@ -115,19 +118,25 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
     return tally.most
 
 
+def _received_bytes(parts: Mapping[int, _Part], action: Action) -> float:
+    part = parts[action.stage]
+    return {Op.RECV_F: part.came_bytes, Op.RECV_B: part.left_bytes}.get(action.op, 0.0)
+
+
 class _Tally:
     """What a rank holds as it goes through its list, and the largest state seen so far."""
 
     def __init__(self, fixed: Memory, parts: Iterable[_Part]) -> None:
         self.fixed, self.most = fixed, fixed
         self.kept = self.grads = self.messages = self.sums = 0.0
+        self.posted = 0.0  # of receives that were asked for and have not come
         self.coming = {(p.stage, k): size for p in parts for k, size in enumerate(p.any.grads)}
         self.sent: set[_Sent] = set()
         self.summed: set[_Sent] = set()
 
     def see(self, working: float = 0.0, buffers: float = 0.0) -> None:
         now = Memory(self.fixed.params, int(max(0.0, self.grads) + self.sums), self.fixed.optimizer,
-                     int(self.kept), int(working), int(self.messages + buffers),
+                     int(self.kept), int(working), int(self.messages + buffers + self.posted),
                      self.fixed.fixed)  # fmt: skip
         if now.peak_bytes > self.most.peak_bytes:
             self.most = now
