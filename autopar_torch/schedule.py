@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from autopar_torch.errors import ScheduleError
 
-AHEAD = 6  # actions, a round of 1F1B: a receive is asked for so early (see `run/executor.py`)
+AHEAD = 6  # actions, a round of 1F1B: so early a receive is asked for at most
 
 
 class Op(StrEnum):

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
 DRAWS = 15  # of the simulator, where times vary
 LIMIT_S = 3600  # of a case: spells in which the host takes the cores are waited out
 STEPS = 3  # timed one after another in a round
-RECORD_EVERY = 2  # rounds; recorded steps are not timed
+RECORD_EVERY = 3  # rounds, odd and even ones; recorded steps are not timed
 
 
 # --- on every rank --------------------------------------------------------------------------
@@ -95,12 +96,12 @@ class Side:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def timed(self) -> None:
-        """Some more steps, after one that is not timed: in training they follow each other."""
+    def timed(self, steps: int = 1) -> None:
+        """More steps, after one that is not timed: in training they follow each other."""
         import torch.distributed as dist
 
         self.step()
-        for _ in range(STEPS):
+        for _ in range(steps):
             dist.barrier()
             start = time.perf_counter()
             self.step()
@@ -162,7 +163,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
         calmly(measuring.round)
         random.Random(k).shuffle(order)
         for name in order:
-            calmly(sides[name].timed)
+            calmly(partial(sides[name].timed, STEPS))
             if k % RECORD_EVERY == 0:
                 sides[name].recorded()
     profile = measuring.profile()

@@ -29,7 +29,7 @@ def nodes(count: int, rate_mbps: float) -> list[Node]:
 def run_in_lab(command: Sequence[str], count: int, bits_per_s: float,
                ranks_per_node: int = 1) -> None:  # fmt: skip
     """The command once per rank; an error says which rank failed and how it ended."""
-    with Lab(nodes(count, bits_per_s / 1e6), weight=1024) as lab:
+    with Lab(nodes(count, bits_per_s / 1e6), weight=100) as lab:
         ended = lab.run(list(command), ranks_per_node=ranks_per_node, timeout_s=TIMEOUT_S)
     for rank, (code, output) in enumerate(ended):
         if code:

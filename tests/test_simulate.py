@@ -18,7 +18,7 @@ from autopar_torch.report.perfetto import export
 from autopar_torch.run.offline import profile_for
 from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
-from autopar_torch.simulate import formula, simulate
+from autopar_torch.simulate import formula, memory, simulate
 from autopar_torch.simulate.costs import Costs
 from autopar_torch.simulate.draws import drawn
 from autopar_torch.simulate.fluid import Capacity, Task, run
@@ -213,6 +213,18 @@ def test_a_micro_batch_is_made_ready_once_for_all_stages_of_a_rank() -> None:
     for rank in whole.devices:
         without, with_it = (step.parts(rank).compute_s for step in steps)
         assert with_it - without == pytest.approx(4.0, rel=1e-3)
+
+
+def test_what_lies_ready_for_messages_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NanoGPT(64, 32, 2, 4, 16)
+    call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(pp=2, num_micro_batches=4)
+    whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x2xA100-80")
+    counted = simulate(whole, traced.graph, profile, 16).memory[0].peak_bytes
+    monkeypatch.setattr(memory, "AHEAD", 1)
+    without = simulate(whole, traced.graph, profile, 16).memory[0].peak_bytes
+    message = Costs(whole, traced.graph, lookup(profile)).stage(0, 0, 4).send_bytes
+    assert counted - without == 2 * message, "the two gradients that follow the second backward"
 
 
 def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() -> None:

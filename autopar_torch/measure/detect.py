@@ -35,9 +35,9 @@ def _core() -> str:
 
 
 def _machine() -> str:
-    """What is started at once: containers on it may share its cores."""
+    """What was started at once, whose cores containers may share; else the node."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return boot.read_text().strip() if os.access(boot, os.R_OK) else _node()
 
 
 def _cpu() -> Device:

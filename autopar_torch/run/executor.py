@@ -20,6 +20,7 @@ from .world import World
 Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
 Share = Callable[[dict[int, Values]], None]  # micro-batch -> outputs, if this rank computes them
 _TAGS = 4096  # values per message, so that every message has a tag of its own
+_NEXT = 3  # actions: up to the receive after a computation
 
 
 def receivers(replica: Replica, stage: int, other: int, rank: int) -> list[int]:
@@ -48,6 +49,8 @@ class Mail:
         self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.posted: dict[Action, tuple[list[Any], Values]] = {}
         self.tagged = dist.is_initialized() and dist.get_backend() == "gloo"
+        # What waits for a message keeps a stream of a GPU.
+        self.ahead = AHEAD if self.tagged else _NEXT
 
     def peer(self, stage: int, other: int) -> int:
         """The rank of another stage that this rank exchanges values with."""
@@ -132,9 +135,9 @@ class Executor:
             self._do(action)
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
-        """Post the receives that follow. A message that nobody has asked for when it is sent goes
-        later, when a thread of its sender's gets a core that computes by then."""
-        for action in actions[index : index + AHEAD]:
+        """Post the receives that follow. With Gloo, a message that nobody has asked for when it is
+        sent goes later, when a thread of its sender's gets a core that computes by then."""
+        for action in actions[index : index + self.mail.ahead]:
             if action.op in (Op.RECV_F, Op.RECV_B):
                 other = action.stage + (-1 if action.op is Op.RECV_F else 1)
                 self.mail.post(action, other, lambda a=action: self._empty(a))  # type: ignore[misc]
