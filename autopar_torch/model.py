@@ -7,6 +7,7 @@ the batch, whatever is not does not, so one trace serves every micro-batch size 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -77,7 +78,7 @@ class ParamInfo(Struct, frozen=True):
         return math.prod(self.shape)
 
 
-class ModelGraph(Struct, frozen=True):
+class ModelGraph(Struct, frozen=True, dict=True):
     """The chain, its kinds, its parameters, and the names of what it returns."""
 
     kinds: dict[str, Kind]
@@ -117,7 +118,15 @@ class ModelGraph(Struct, frozen=True):
 
     def users(self, param: str) -> list[int]:
         """Blocks that read a parameter."""
-        return [i for i, block in enumerate(self.blocks) if param in block.params.values()]
+        return self._users.get(param, [])
+
+    @cached_property
+    def _users(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, block in enumerate(self.blocks):
+            for param in dict.fromkeys(block.params.values()):
+                found.setdefault(param, []).append(i)
+        return found
 
     def params_of(self, first: int, last: int) -> list[str]:
         """Parameters and buffers of a range of blocks, each once, in order of use."""

@@ -247,6 +247,10 @@ class Lookup:
                                where="Profile.curves", fix=f"measured are: {known}")  # fmt: skip
         return self.curves[op, group]
 
+    def card(self, rank: int) -> str:
+        """What a rank's messages leave its node by: the same for all of its ranks, as measured."""
+        return f"link {self.profile.cluster.node_of[rank]}"
+
     def exchange_core(self, ranks: Sequence[int]) -> float:
         """How busy exchanging inside a tensor group keeps the core of each of its ranks."""
         curve = self.curves.get(("sum", self.profile.cluster.place(ranks)))

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 import autopar_torch as ap
 from autopar_torch import schedule as schedules
+from autopar_torch.cluster import Change
 from autopar_torch.errors import ScheduleError
 from autopar_torch.profile import Jitter
 from autopar_torch.report.perfetto import export
@@ -170,6 +171,30 @@ def test_gradients_that_leave_before_the_last_one_is_there_end_the_step_sooner()
         for size in (2**30, 2**22)
     )
     assert parts < 0.95 * whole
+
+
+def longest_sum_s(degrees: dict[str, int], cluster: str, changes: tuple[Change, ...] = ()) -> float:
+    model = NanoGPT(256, 512, 8, 2, 64)
+    call, _ = take_apart((), {n: torch.zeros(8, 64, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(**degrees, bucket_bytes=2**30)  # type: ignore[arg-type]
+    whole, profile = profile_for(plan, traced := trace(model, call), 8, cluster)
+    changed = replace(profile, cluster=replace(profile.cluster, changes=changes))
+    spans = simulate(whole, traced.graph, changed, 8).spans
+    return max(span.end_s - span.start_s for span in spans if span.name == "reduce")
+
+
+def test_on_datasheets_every_device_of_a_node_sends_by_a_card_of_its_own() -> None:
+    alone = longest_sum_s({"dp": 2}, "2x1xA100-80")
+    together = longest_sum_s({"tp": 4, "dp": 2}, "2x4xA100-80")
+    assert together < 0.5 * alone, "each has a quarter of the bytes"
+
+
+def test_a_slower_link_of_a_node_slows_the_cards_of_all_its_devices() -> None:
+    usual, slow = (
+        longest_sum_s({"tp": 4, "dp": 2}, "2x4xA100-80", changes)
+        for changes in ((), (Change(0.0, "link 1", 0.5),))
+    )
+    assert slow == pytest.approx(2 * usual, rel=0.05)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

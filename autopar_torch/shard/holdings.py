@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from ..model import ModelGraph, TensorInfo
@@ -34,11 +35,7 @@ class Holding(NamedTuple):
     @property
     def family(self) -> tuple[object, ...]:
         """Equal for ranks whose gradients are to be added: complete copies stay apart."""
-        copies = tuple(
-            i if grad == WHOLE else None
-            for grad, i in zip(self.forms.grad, self.place, strict=True)
-        )
-        return (self.region, copies)
+        return _family(self.forms, self.mesh, self.place)
 
     @property
     def num_copies(self) -> int:
@@ -52,6 +49,12 @@ class Holding(NamedTuple):
         for cut in self.cuts:
             boxes = [piece for box in boxes for piece in _cut(box, len(boxes), cut)]
         return boxes
+
+
+@cache
+def _family(forms: Forms, mesh: tuple[int, ...], place: tuple[int, ...]) -> tuple[object, ...]:
+    copies = tuple(i if grad == WHOLE else None for grad, i in zip(forms.grad, place, strict=True))
+    return (tuple(all_cuts(forms.value, mesh, place)), copies)
 
 
 def _cut(box: Box, num_boxes: int, cut: Part) -> list[Box]:

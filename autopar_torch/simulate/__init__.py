@@ -10,7 +10,7 @@ from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
 from .draws import Draw, drawn, usual
-from .network import lookup
+from .network import lookup, own_card
 from .tasks import StepTasks
 
 
@@ -43,7 +43,14 @@ def _step(costs: Costs, num_rows: int, start_s: float,
 
 def capacities(cluster: Cluster, start_s: float) -> list[fluid.Capacity]:
     """The cluster's changes, named as the tasks name what they need: `core 3`, `link 0`."""
-    ways = (" out", " in")
-    return [fluid.Capacity(max(0.0, c.at_s - start_s), c.name + way, c.factor)
-            for c in cluster.changes
-            for way in (ways if c.name.startswith("link") else ("",))]  # fmt: skip
+    return [fluid.Capacity(max(0.0, c.at_s - start_s), name, c.factor)
+            for c in cluster.changes for name in _meant(cluster, c.name)]  # fmt: skip
+
+
+def _meant(cluster: Cluster, name: str) -> list[str]:
+    """Both ways of a node's link, be it of one card or of one for each device."""
+    if not name.startswith("link "):
+        return [name]
+    ranks = [rank for rank, node in enumerate(cluster.node_of) if name == f"link {node}"]
+    cards = [name, *(own_card(name, rank) for rank in ranks)]
+    return [f"{card} {way}" for card in cards for way in ("out", "in")]

@@ -69,6 +69,14 @@ class AssumedLookup(Lookup):
             self._assumed[key] = self._alike.setdefault(made, made)
         return self._assumed[key]  # type: ignore[return-value]
 
+    def card(self, rank: int) -> str:
+        """Datasheets tell the speed of every device's own."""
+        return own_card(super().card(rank), rank)
+
+
+def own_card(link: str, rank: int) -> str:
+    return f"{link} of {rank}"
+
 
 def lookup(profile: Profile) -> Lookup:
     """A profile by name, with the links it may assume."""

@@ -86,11 +86,11 @@ class StepTasks:
 
     def _ways(self, ranks: Sequence[int], one_way: bool) -> dict[str, float]:
         """Ways out of nodes and into them; a message takes one of each, a collective all."""
-        nodes = [self.cluster.node_of[rank] for rank in ranks]
-        if len(set(nodes)) == 1:
+        if len({self.cluster.node_of[rank] for rank in ranks}) == 1:
             return {}
-        out, into = (nodes[:1], nodes[1:]) if one_way else (nodes, nodes)
-        return {f"link {node} out": 1.0 for node in out} | {f"link {node} in": 1.0 for node in into}
+        cards = [self.costs.profile.card(rank) for rank in ranks]
+        out, into = (cards[:1], cards[1:]) if one_way else (cards, cards)
+        return {f"{card} out": 1.0 for card in out} | {f"{card} in": 1.0 for card in into}
 
     def _together(self, ranks: Sequence[int], name: str, op: str, num_bytes: float) -> None:
         """A collective that all its ranks wait for."""
