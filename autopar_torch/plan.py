@@ -56,18 +56,18 @@ class Stage(Struct, frozen=True):
         return -1 if self.shardings is None else self.shardings[block - (self.blocks or (0, 0))[0]]
 
 
-class Replica(Struct, frozen=True):
+class Replica(Struct, frozen=True, dict=True):
     """One copy of the model: its stages in order, and how many micro-batches it takes."""
 
     stages: tuple[Stage, ...]
     num_micro_batches: int = 1
 
-    @property
+    @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """The distinct device groups, in order of first stage."""
         return tuple(dict.fromkeys(stage.devices for stage in self.stages))
 
-    @property
+    @cached_property
     def position_of(self) -> tuple[int, ...]:
         """Stage -> index of its device group."""
         return tuple(self.positions.index(stage.devices) for stage in self.stages)

@@ -253,6 +253,8 @@ class Lookup:
 
     def exchange_core(self, ranks: Sequence[int]) -> float:
         """How busy exchanging inside a tensor group keeps the core of each of its ranks."""
+        if not self.curves:
+            return EXCHANGE_CORE
         curve = self.curves.get(("sum", self.profile.cluster.place(ranks)))
         return curve.core if curve else EXCHANGE_CORE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 COMPUTE, COMM, MEMORY = "compute", "comm", "memory"
 
@@ -50,16 +51,23 @@ class Memory(Struct, frozen=True):
 
 
 class Timeline(Struct, frozen=True):
-    """One training step on all ranks."""
+    """One training step on all ranks. Of those that are `alike` the first one's spans stand for
+    all; `of` has them by rank."""
 
     spans: tuple[Span, ...]
     step_s: float
     memory: tuple[Memory, ...] = ()  # per rank
     source: str = "simulated"
+    alike: tuple[tuple[int, ...], ...] = ()
+
+    def of(self, rank: int) -> list[Span]:
+        """What a rank did."""
+        first = next((ranks[0] for ranks in self.alike if rank in ranks), rank)
+        return [replace(span, rank=rank) for span in self.spans if span.rank == first]
 
     def parts(self, rank: int) -> Parts:
         """How a rank spent the step."""
-        mine = [span for span in self.spans if span.rank == rank]
+        mine = self.of(rank)
         compute = merged(s for s in mine if s.stream == COMPUTE)
         comm = merged(s for s in mine if s.stream == COMM)
         both = _length(compute) + _length(comm) - _length(_union([*compute, *comm]))
@@ -67,7 +75,7 @@ class Timeline(Struct, frozen=True):
 
     @property
     def ranks(self) -> list[int]:
-        return sorted({span.rank for span in self.spans})
+        return sorted({span.rank for span in self.spans}.union(*self.alike))
 
 
 Interval = tuple[float, float]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from autopar_torch.run.offline import profile_for
 from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
 from autopar_torch.simulate import formula, memory, simulate
+from autopar_torch.simulate.alike import leaders, led
 from autopar_torch.simulate.costs import Costs
 from autopar_torch.simulate.draws import drawn
 from autopar_torch.simulate.fluid import Capacity, Task, run
@@ -238,6 +241,60 @@ def test_a_micro_batch_is_made_ready_once_for_all_stages_of_a_rank() -> None:
     for rank in whole.devices:
         without, with_it = (step.parts(rank).compute_s for step in steps)
         assert with_it - without == pytest.approx(4.0, rel=1e-3)
+
+
+ALIKE: list[tuple[dict[str, Any], str]] = [
+    ({"tp": 2, "pp": 2, "dp": 2, "num_micro_batches": 4}, "1x8xA100-80"),
+    ({"tp": 2, "pp": 4, "dp": 2, "num_micro_batches": 8, "schedule": "zero_bubble"}, "4x4xA100-80"),
+    ({"pp": 2, "dp": 4, "num_micro_batches": 4, "zero": 1}, "8x1xA100-80"),
+    ({"tp": 2, "pp": 2, "dp": 2, "num_micro_batches": 4, "zero": 3}, "2x4xA100-80"),
+    ({"tp": 2, "pp": 2, "dp": 2, "num_micro_batches": 4, "zero": 2, "schedule": "gpipe"},
+     "4x2xA100-80"),
+    ({"pp": 2, "dp": 2, "num_micro_batches": 4, "virtual": 2, "schedule": "interleaved"},
+     "2x2xA100-80"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("degrees", "cluster"), ALIKE)
+def test_a_rank_that_stands_for_others_tells_what_each_would(
+    degrees: dict[str, Any], cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = NanoGPT(64, 32, 2, 8, 16)
+    call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(**degrees)
+    whole, profile = profile_for(plan, traced := trace(model, call), 128, cluster)
+    few = simulate(whole, traced.graph, profile, 128)
+    monkeypatch.setattr(
+        sys.modules["autopar_torch.simulate"],
+        "leaders",
+        lambda plan, profile, rows: {rank: rank for rank in plan.devices},
+    )
+    all_ = simulate(whole, traced.graph, profile, 128)
+    assert len(few.spans) < len(all_.spans)
+    assert few.step_s == pytest.approx(all_.step_s, rel=1e-9)
+    assert few.memory == all_.memory and few.ranks == all_.ranks
+    for rank in whole.devices:
+        pairs = list(zip(in_order(few.of(rank)), in_order(all_.of(rank)), strict=True))
+        assert all((a.rank, a.name, a.stream) == (b.rank, b.name, b.stream) for a, b in pairs)
+        assert [a.end_s for a, _ in pairs] == pytest.approx([b.end_s for _, b in pairs])
+
+
+def in_order(spans: list[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span.name, span.stream, span.start_s))
+
+
+def test_who_differs_from_others_speaks_for_itself_alone() -> None:
+    model = NanoGPT(64, 32, 2, 8, 16)
+    call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
+    plan = ap.Plan.uniform(tp=2, dp=2)
+    whole, profile = profile_for(plan, trace(model, call), 4, "2x2xA100-80")
+    assert led(leaders(whole, profile, 4)) == ((0, 1, 2, 3),)
+    assert led(leaders(whole, profile, 5)) == (), "one replica has a row more"
+    changing = replace(profile.cluster, changes=(Change(1.0, "link 0", 0.5),))
+    assert led(leaders(whole, replace(profile, cluster=changing), 4)) == ()
+    crowded = replace(profile.cluster, cores=(0, 0, 1, 1))
+    assert led(leaders(whole, replace(profile, cluster=crowded), 4)) == ()
+    assert led(leaders(whole, replace(profile, assumed=False), 4)) == (), "it was measured"
 
 
 def test_what_lies_ready_for_messages_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def _events(label: str, timeline: Timeline, base: int) -> Iterator[Event]:
         yield _name("process_name", base + rank, 0, f"{label} rank {rank}")
         for stream, thread in _THREADS.items():
             yield _name("thread_name", base + rank, thread, stream)
-    for span in timeline.spans:
+    for span in (span for rank in timeline.ranks for span in timeline.of(rank)):
         yield {"ph": "X", "name": span.name, "pid": base + span.rank,
                "tid": _THREADS.get(span.stream, 2), "ts": span.start_s * 1e6,
                "dur": (span.end_s - span.start_s) * 1e6}  # fmt: skip

@@ -14,7 +14,7 @@ from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
-from ..simulate.needs import needs_of
+from ..simulate.needs import cells_of
 from ..trace import Traced
 from . import options as ways
 from .shardings import complete
@@ -68,7 +68,7 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
     whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
-    needs, _ = needs_of([whole], traced.graph, place, num_rows)
+    needs = dict.fromkeys(cells_of(whole, traced.graph, num_rows))
     cells = [_cell(need, traced, device, prices) for need in needs]
     return whole, Profile(place, merged(cells), overheads=overheads(device, plan.precision),
                           assumed=True)  # fmt: skip

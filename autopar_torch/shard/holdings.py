@@ -113,12 +113,13 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[Holding]]:
     for r, replica in enumerate(plan.replicas):
         for s, stage in enumerate(replica.stages):
             first, last = stage.blocks or (0, 0)
+            axes, places = stage.axes, [(rank, place_in(stage, rank)) for rank in stage.devices]
             for block in range(first, last):
                 for slot, name in graph.blocks[block].params.items():
                     forms = param_forms(plan, stage, block, slot)
-                    for rank in stage.devices:
-                        holding = Holding(rank, (r, s), forms, stage.axes, place_in(stage, rank))
-                        found.setdefault(name, {}).setdefault(rank, holding)
+                    own = found.setdefault(name, {})
+                    for rank, place in places:
+                        own.setdefault(rank, Holding(rank, (r, s), forms, axes, place))
     return {name: [ranks[k] for k in sorted(ranks)] for name, ranks in found.items()}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..model import ModelGraph, TensorInfo, item_bytes
-from ..plan import Plan, Stage
+from ..plan import Plan, Replica, Stage
 from ..profile import Lookup, Piece, cell_key
 from ..shard.holdings import all_holdings, value_shape
 from ..shard.reduction import Share, buckets_of, shares_of
@@ -81,13 +81,25 @@ class StageCost:
 
 
 class Costs:
-    """Costs of a plan; everything is looked up once per number of rows."""
+    """Costs of a plan; everything is looked up once per number of rows. Of ranks that are alike
+    (`simulate/alike.py`) those of their leaders only."""
 
-    def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup) -> None:
+    def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
+                 leaders: Mapping[int, int] | None = None) -> None:  # fmt: skip
         self.plan, self.graph, self.profile = plan, graph, profile
+        self.leaders = leaders or {rank: rank for rank in plan.devices}
         self.holdings = all_holdings(plan, graph)
-        self.shares = {rank: shares_of(plan, graph, rank, self.holdings) for rank in plan.devices}
+        self.shares = {rank: shares_of(plan, graph, rank, self.holdings)
+                       for rank in self.leading(plan.devices)}  # fmt: skip
         self._stages: dict[tuple[int, int, int], StageCost] = {}
+
+    def leading(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self.leaders[rank] == rank]
+
+    def replicas(self) -> list[tuple[int, Replica]]:
+        """Those whose ranks lead, with their numbers."""
+        return [(r, replica) for r, replica in enumerate(self.plan.replicas)
+                if self.leading(replica.stages[0].devices)]  # fmt: skip
 
     def stage(self, replica: int, stage: int, rows: int) -> StageCost:
         key = (replica, stage, rows)
@@ -101,7 +113,7 @@ class Costs:
         num_blocks = len(self.graph.blocks)
         leaving = self.graph.crossing(last) if last < num_blocks else {}
         arriving = self.graph.crossing(first) if first else {}
-        ranks = tuple(self._rank(stage, rank, rows) for rank in stage.devices)
+        ranks = tuple(self._rank(stage, rank, rows) for rank in self.leading(stage.devices))
         back = {name: info for name, info in arriving.items() if info.grad}
         return StageCost(ranks, self._border(stage, leaving, rows),
                          self._border(stage, back, rows))  # fmt: skip

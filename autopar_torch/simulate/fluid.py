@@ -8,6 +8,7 @@ Capacities may change at given moments.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ class Capacity(NamedTuple):
 
 @dataclass
 class _State:
+    """`free`: nobody shares anything, so that every end is known when its task starts (`due`).
+    Else `left` says what everyone had still to do at the last event."""
+
     tasks: Sequence[Task]
     capacity: dict[str, float]
     waiting: list[int] = field(default_factory=list)
@@ -50,6 +54,11 @@ class _State:
     running: dict[int, float] = field(default_factory=dict)  # task -> rate
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
+    load: dict[str, float] = field(default_factory=dict)  # what running tasks want of a resource
+    over: set[str] = field(default_factory=set)  # resources of which more is wanted than there is
+    slowed: int = 0  # running tasks that computing may slow down
+    free: bool = True
+    due: list[tuple[float, int]] = field(default_factory=list)  # a heap of (end, task)
 
 
 def run(tasks: Sequence[Task], changes: Sequence[Capacity] = ()) -> list[tuple[float, float]]:
@@ -62,20 +71,18 @@ def run(tasks: Sequence[Task], changes: Sequence[Capacity] = ()) -> list[tuple[f
         while events and events[0].at_s <= now + EPSILON:
             change = events.pop(0)
             state.capacity[change.resource] = change.amount
+            _weigh(state, change.resource, 0.0)
         for i in ready:
-            state.start[i], state.running[i] = now, 1.0
-        ready = []
+            _begin(state, i, now)
         if not state.running:
             break
-        _share(state)
-        step = min((_time_left(state, i) for i in state.running), default=math.inf)
-        if events:
-            step = min(step, events[0].at_s - now)
-        if math.isinf(step):
+        _adapt(state, now)
+        then = min(_next_end(state, now), events[0].at_s if events else math.inf)
+        if math.isinf(then):
             stuck = ", ".join(tasks[i].name for i in list(state.running)[:4])
             raise ScheduleError(f"nothing can go on: {stuck} have no capacity left")
-        now += step
-        ready = _advance(state, step, now)
+        ready = [k for i in _advance(state, then - now, then) for k in _finish(state, i, then)]
+        now = then
     if any(math.isinf(end) for end in state.end):
         raise ScheduleError("some tasks wait for each other and never start")
     return list(zip(state.start, state.end, strict=True))
@@ -94,6 +101,57 @@ def _prepare(tasks: Sequence[Task]) -> _State:
     return state
 
 
+def _begin(state: _State, i: int, now: float) -> None:
+    task = state.tasks[i]
+    state.start[i], state.running[i] = now, 1.0
+    state.slowed += task.beside < 1
+    for resource, amount in task.needs.items():
+        _weigh(state, resource, amount)
+    if state.free:
+        heapq.heappush(state.due, (now + task.seconds, i))
+
+
+def _finish(state: _State, i: int, now: float) -> list[int]:
+    """Returns the tasks that may start now."""
+    task = state.tasks[i]
+    del state.running[i]
+    state.end[i] = now
+    state.slowed -= task.beside < 1
+    for resource, amount in task.needs.items():
+        _weigh(state, resource, -amount)
+    for reader in state.readers[i]:
+        state.waiting[reader] -= 1
+    return [reader for reader in state.readers[i] if state.waiting[reader] == 0]
+
+
+def _weigh(state: _State, resource: str, more: float) -> None:
+    load = state.load[resource] = state.load.get(resource, 0.0) + more
+    if load > state.capacity.get(resource, 1.0) + EPSILON:
+        state.over.add(resource)
+    else:
+        state.over.discard(resource)
+
+
+def _adapt(state: _State, now: float) -> None:
+    """Between ends that are known and work that is left."""
+    free = not state.over and not state.slowed
+    if free and not state.free:
+        state.running.update(dict.fromkeys(state.running, 1.0))
+        state.due = [(now + state.left[i], i) for i in state.running]
+        heapq.heapify(state.due)
+    elif state.free and not free:
+        for end, i in state.due:
+            state.left[i] = max(0.0, end - now)
+    state.free = free
+
+
+def _next_end(state: _State, now: float) -> float:
+    if state.free:
+        return state.due[0][0]
+    _share(state)
+    return now + min(_time_left(state, i) for i in state.running)
+
+
 def _time_left(state: _State, i: int) -> float:
     if state.left[i] <= EPSILON:
         return 0.0
@@ -101,18 +159,16 @@ def _time_left(state: _State, i: int) -> float:
 
 
 def _advance(state: _State, step: float, now: float) -> list[int]:
-    """Let time pass; returns the tasks that may start now."""
-    ready = []
-    for i in list(state.running):
+    """Let time pass; returns the tasks that are done."""
+    if state.free:
+        done = []
+        while state.due and state.due[0][0] <= now + EPSILON * max(1.0, now):
+            done.append(heapq.heappop(state.due)[1])
+        return done
+    for i in state.running:
         state.left[i] -= state.running[i] * step
-        if state.left[i] <= EPSILON * max(1.0, state.tasks[i].seconds):
-            del state.running[i]
-            state.end[i] = now
-            for reader in state.readers[i]:
-                state.waiting[reader] -= 1
-                if state.waiting[reader] == 0:
-                    ready.append(reader)
-    return ready
+    return [i for i in state.running
+            if state.left[i] <= EPSILON * max(1.0, state.tasks[i].seconds)]  # fmt: skip
 
 
 def _share(state: _State) -> None:

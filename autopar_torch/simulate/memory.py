@@ -19,12 +19,12 @@ def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ..
     """Per rank of the plan."""
     rows = costs.plan.micro_batches(num_rows)
     found: dict[int, Memory] = {}
-    for r, replica in enumerate(costs.plan.replicas):
+    for r, replica in costs.replicas():
         counts = [end - start for start, end in rows[r]]
         schedule = schedule_of(costs, replica, len(counts))
         for lane in schedule.actions:
             found |= _position(costs, r, replica, schedule, lane, counts, states)
-    return tuple(found[rank] for rank in sorted(found))
+    return tuple(found[costs.leaders[rank]] for rank in costs.plan.devices)
 
 
 class _Part(NamedTuple):
@@ -64,7 +64,7 @@ def _position(costs: Costs, index: int, replica: Replica, schedule: Schedule,
     """All ranks of one device group run the same list."""
     stages = sorted({action.stage for action in lane})
     found, came_back = {}, schedule.acknowledged
-    for place, rank in enumerate(replica.stages[stages[0]].devices):
+    for place, rank in enumerate(costs.leading(replica.stages[stages[0]].devices)):
         parts = {}
         for s in stages:
             by_rows = {n: costs.stage(index, s, n).ranks[place] for n in counts or [1]}

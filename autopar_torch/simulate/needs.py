@@ -47,11 +47,12 @@ def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
     listener = _Listener(cluster)
     for plan in plans:
         StepTasks(Costs(plan, graph, listener), num_rows, usual(plan)).build()
-        cells |= dict.fromkeys(_cells(plan, graph, num_rows))
+        cells |= dict.fromkeys(cells_of(plan, graph, num_rows))
     return list(cells), list(listener.asked)
 
 
-def _cells(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
+def cells_of(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
+    """Of one plan, as often as they occur."""
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):

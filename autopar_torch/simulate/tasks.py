@@ -53,7 +53,7 @@ class StepTasks:
 
     def build(self) -> list[Task]:
         self._begin()
-        for r, replica in enumerate(self.costs.plan.replicas):
+        for r, replica in self.costs.replicas():
             self._replica(r, replica)
         self._reduce()
         self._finish()
@@ -77,18 +77,19 @@ class StepTasks:
         """Communication among ranks; those who wait for it are told by the caller. What it needs of
         a sender's core was needed before."""
         needs: dict[str, float] = {}
-        for rank in ranks[1:] if one_way else ranks:
+        leading = self.costs.leading(ranks)
+        for rank in leading[1:] if one_way else leading:
             key = f"core {self.cluster.core(rank)}"
             needs[key] = min(1.0, needs.get(key, 0.0) + load.core)
         needs |= self._ways(ranks, one_way)
-        task = Task(name, seconds, needs, tuple(after), tuple(ranks), COMM, load.beside)
+        task = Task(name, seconds, needs, tuple(after), tuple(leading), COMM, load.beside)
         return self._add(task)
 
     def _ways(self, ranks: Sequence[int], one_way: bool) -> dict[str, float]:
         """Ways out of nodes and into them; a message takes one of each, a collective all."""
         if len({self.cluster.node_of[rank] for rank in ranks}) == 1:
             return {}
-        cards = [self.costs.profile.card(rank) for rank in ranks]
+        cards = [self.costs.profile.card(rank) for rank in self.costs.leading(ranks)]
         out, into = (cards[:1], cards[1:]) if one_way else (cards, cards)
         return {f"{card} out": 1.0 for card in out} | {f"{card} in": 1.0 for card in into}
 
@@ -101,7 +102,7 @@ class StepTasks:
         if seconds > 0:
             after = [self.last[rank] for rank in ranks if rank in self.last]
             task = self._exchange(ranks, name, seconds, load, after)
-            self.last |= dict.fromkeys(ranks, task)
+            self.last |= dict.fromkeys(self.costs.leading(ranks), task)
 
     def _join(self, rank: int, team: tuple[int, ...], name: str, seconds: float,
               load: Load) -> None:  # fmt: skip
@@ -121,16 +122,16 @@ class StepTasks:
 
     def _begin(self) -> None:
         """The batch is taken; ZeRO gathers what is not gathered per use."""
-        for rank in self.costs.plan.devices:
+        for rank in self.costs.leading(self.costs.plan.devices):
             self._compute(rank, "batch", self.overheads.step_s)
         gathers = {gather for cost in self._rank_costs() for gather in cost.gathers}
         for ranks, size in sorted(gathers):
             self._together(ranks, "gather", "gather", size)
-            for rank in ranks:
+            for rank in self.costs.leading(ranks):
                 self._compute(rank, "unpack", size * self.overheads.fill_s_per_byte)
 
     def _rank_costs(self) -> list[RankCost]:
-        return [cost for r, replica in enumerate(self.costs.plan.replicas)
+        return [cost for r, replica in self.costs.replicas()
                 for s in range(len(replica.stages)) if self.rows[r]
                 for cost in self.costs.stage(r, s, _rows(self.rows[r][0])).ranks]  # fmt: skip
 
@@ -147,7 +148,7 @@ class StepTasks:
     def _can_start(self, index: int, replica: Replica, action: Action) -> bool:
         if action.op not in (Op.RECV_F, Op.RECV_B):
             return True
-        ranks = replica.stages[action.stage].devices
+        ranks = self.costs.leading(replica.stages[action.stage].devices)
         return all((index, action.other_end(), rank) in self.moved for rank in ranks)
 
     def _action(self, index: int, replica: Replica, action: Action,
@@ -163,7 +164,7 @@ class StepTasks:
                 self._run(index, replica, action, action in finals)
 
     def _receive(self, index: int, replica: Replica, action: Action) -> None:
-        for rank in replica.stages[action.stage].devices:
+        for rank in self.costs.leading(replica.stages[action.stage].devices):
             sent, held_s = self.moved[index, action.other_end(), rank]
             core = {f"core {self.cluster.core(rank)}": 1.0}
             after = tuple({sent, self.last.get(rank, sent)})
@@ -175,7 +176,7 @@ class StepTasks:
         cost = self.costs.stage(index, action.stage, _rows(self.rows[index][action.micro_batch]))
         size = cost.send_bytes if action.op is Op.SEND_F else cost.back_bytes
         here = replica.stages[action.stage].devices
-        there = replica.stages[action.other_end().stage].devices
+        there = self.costs.leading(replica.stages[action.other_end().stage].devices)
         for i, target in enumerate(there):
             source = here[i % len(here)]
             curve = self.costs.profile.curve("send", (source, target))
@@ -300,7 +301,7 @@ class StepTasks:
         seconds = curve.seconds(bucket.num_bytes)
         task = self._exchange(bucket.ranks, "reduce", seconds, _load(curve), sorted(after))
         streams[bucket.ranks] = task
-        for rank in bucket.ranks:
+        for rank in self.costs.leading(bucket.ranks):
             self.reduced.setdefault(rank, []).append(task)
 
     def _finish(self) -> None:

@@ -1,0 +1,63 @@
+"""Ranks that do the same at the same time: one of them can stand for all."""
+
+from __future__ import annotations
+
+from ..cluster import Cluster
+from ..plan import Plan, Replica
+from ..profile import Profile
+
+Leaders = dict[int, int]  # rank -> the first of those that do what it does when it does
+
+
+def leaders(plan: Plan, profile: Profile, num_rows: int) -> Leaders:
+    """Of equal replicas on equal nodes the first one, and of each of its stages the first rank.
+
+    Only where that is plain to see: datasheets, on which devices share nothing and never change.
+    Elsewhere every rank leads itself.
+    """
+    if not (_apart(profile) and _equal(plan, profile.cluster, num_rows)):
+        return {rank: rank for rank in plan.devices}
+    first = plan.replicas[0]
+    return {rank: ahead.devices[0] for replica in plan.replicas
+            for stage, ahead in zip(replica.stages, first.stages, strict=True)
+            for rank in stage.devices}  # fmt: skip
+
+
+def led(found: Leaders) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each leader, itself first, where it has others."""
+    groups: dict[int, list[int]] = {}
+    for rank in sorted(found):
+        groups.setdefault(found[rank], []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
+
+
+def _apart(profile: Profile) -> bool:
+    """Whether devices have cores and cards of their own, which stay as they are."""
+    cluster = profile.cluster
+    measured = profile.curves or not profile.assumed or not profile.jitter.quiet
+    return not measured and not cluster.changes and cluster.ranks_per_core == 1
+
+
+def _equal(plan: Plan, cluster: Cluster, num_rows: int) -> bool:
+    """Whether replicas are equal and lie alike on nodes, and stages are equal groups of devices of
+    one node each, smallest rank first."""
+    shapes = {_shape(replica, cluster) for replica in plan.replicas}
+    rows = {tuple(end - start for start, end in spans) for spans in plan.micro_batches(num_rows)}
+    groups = [stage.devices for replica in plan.replicas for stage in replica.stages]
+    sizes = {(len(group), len({cluster.node_of[rank] for rank in group})) for group in groups}
+    same = len(shapes) == len(rows) == len(sizes) == 1 and max(sizes)[1] == 1
+    return same and all(group[0] == min(group) for group in groups) and _first(plan)
+
+
+def _first(plan: Plan) -> bool:
+    """Whether of every stage the first replica has the smallest ranks: who leads a team of theirs
+    speaks for it."""
+    pairs = (zip(replica.stages, plan.replicas[0].stages, strict=True) for replica in plan.replicas)
+    return all(ahead.devices[0] <= stage.devices[0] for pair in pairs for stage, ahead in pair)
+
+
+def _shape(replica: Replica, cluster: Cluster) -> tuple[object, ...]:
+    start = cluster.node_of[replica.stages[0].devices[0]]
+    places = tuple(cluster.node_of[stage.devices[0]] - start for stage in replica.stages)
+    programs = tuple((s.blocks, s.mesh, s.recompute, s.shardings) for s in replica.stages)
+    return places, programs, replica.position_of, replica.num_micro_batches
