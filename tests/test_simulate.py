@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import autopar_torch as ap
 from autopar_torch import schedule as schedules
-from autopar_torch.cluster import Change
+from autopar_torch.cluster import Change, named
 from autopar_torch.errors import ScheduleError
 from autopar_torch.profile import Jitter
 from autopar_torch.report.perfetto import export
@@ -68,6 +68,13 @@ def test_a_task_waits_for_those_before_it() -> None:
 def test_a_link_that_slows_down_halfway_takes_longer() -> None:
     change = (Capacity(1.0, "link", 0.5),)
     assert ends(Task("a", 2.0, {"link": 1.0}), changes=change) == [3.0]
+
+
+def test_late_in_a_long_step_what_shares_a_core_still_ends() -> None:
+    """Where clocks are coarser than what counts as done."""
+    first = Task("long", 20_000.0, CORE)
+    rest = [Task(str(i), 0.1 * (i + 1) / 3, CORE, after=(0,)) for i in range(40)]
+    assert max(end for _, end in run([first, *rest])) == pytest.approx(20_000 + 0.1 * 820 / 3)
 
 
 def test_a_dead_link_is_an_error_that_names_who_is_stuck() -> None:
@@ -295,6 +302,11 @@ def test_who_differs_from_others_speaks_for_itself_alone() -> None:
     crowded = replace(profile.cluster, cores=(0, 0, 1, 1))
     assert led(leaders(whole, replace(profile, cluster=crowded), 4)) == ()
     assert led(leaders(whole, replace(profile, assumed=False), 4)) == (), "it was measured"
+    crossed = ap.Plan.uniform(tp=4, tp_mesh=(2, 2), dp=2)
+    assert led(leaders(crossed, replace(profile, cluster=named("2x4xA100-80")), 4))
+    assert not led(
+        leaders(replace(crossed, zero=1), replace(profile, cluster=named("2x4xA100-80")), 4)
+    )
 
 
 def test_what_lies_ready_for_messages_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,14 @@ from ..timeline import COMM, COMPUTE, Memory, Span, Timeline
 
 Event = dict[str, Any]
 _THREADS = {COMPUTE: 0, COMM: 1}
-_STEP = 1000  # process ids of one timeline
+_STEP = 1000  # process ids of one timeline, at least
 
 
 def export(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
     """Several timelines side by side, like {"predicted": ..., "measured": ...}."""
+    step = max([_STEP, *(1 + max(t.ranks, default=0) for t in timelines.values())])
     events = [event for place, (label, timeline) in enumerate(timelines.items())
-              for event in _events(label, timeline, place * _STEP)]  # fmt: skip
+              for event in _events(label, timeline, place * step)]  # fmt: skip
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     Path(path).write_text(text, encoding="utf-8")
 
@@ -39,7 +40,8 @@ def _events(label: str, timeline: Timeline, base: int) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline, base: int) -> Iterator[Event]:
-    """A message is one span on its two ranks: from the one that computed it to the other."""
+    """A message is one span on its two ranks: from the one that computed it to the other. Of ranks
+    that are alike, to and from those that stand for them."""
     pairs: dict[tuple[str, float], list[Span]] = {}
     for span in timeline.spans:
         if "SEND" in span.name:

@@ -13,7 +13,7 @@ def leaders(plan: Plan, profile: Profile, num_rows: int) -> Leaders:
     """Of equal replicas on equal nodes the first one, and of each of its stages the first rank.
 
     Only where that is plain to see: datasheets, on which devices share nothing and never change.
-    Elsewhere every rank leads itself.
+    Elsewhere every rank leads itself. Of what ZeRO cannot cut evenly a leader has the most.
     """
     if not (_apart(profile) and _equal(plan, profile.cluster, num_rows)):
         return {rank: rank for rank in plan.devices}
@@ -40,13 +40,16 @@ def _apart(profile: Profile) -> bool:
 
 def _equal(plan: Plan, cluster: Cluster, num_rows: int) -> bool:
     """Whether replicas are equal and lie alike on nodes, and stages are equal groups of devices of
-    one node each, smallest rank first."""
+    one node each, one rank after the other. What ZeRO gathers along two axes of such a group is met
+    in another order from place to place."""
     shapes = {_shape(replica, cluster) for replica in plan.replicas}
     rows = {tuple(end - start for start, end in spans) for spans in plan.micro_batches(num_rows)}
     groups = [stage.devices for replica in plan.replicas for stage in replica.stages]
     sizes = {(len(group), len({cluster.node_of[rank] for rank in group})) for group in groups}
     same = len(shapes) == len(rows) == len(sizes) == 1 and max(sizes)[1] == 1
-    return same and all(group[0] == min(group) for group in groups) and _first(plan)
+    in_turn = all(group == tuple(range(group[0], group[0] + len(group))) for group in groups)
+    crossing = plan.zero and any(len(s.axes) > 1 for r in plan.replicas for s in r.stages)
+    return same and in_turn and not crossing and _first(plan)
 
 
 def _first(plan: Plan) -> bool:

@@ -77,12 +77,12 @@ def run(tasks: Sequence[Task], changes: Sequence[Capacity] = ()) -> list[tuple[f
         if not state.running:
             break
         _adapt(state, now)
-        then = min(_next_end(state, now), events[0].at_s if events else math.inf)
-        if math.isinf(then):
+        step = min(_until_an_end(state, now), events[0].at_s - now if events else math.inf)
+        if math.isinf(step):
             stuck = ", ".join(tasks[i].name for i in list(state.running)[:4])
             raise ScheduleError(f"nothing can go on: {stuck} have no capacity left")
-        ready = [k for i in _advance(state, then - now, then) for k in _finish(state, i, then)]
-        now = then
+        now += step
+        ready = [k for i in _advance(state, step, now) for k in _finish(state, i, now)]
     if any(math.isinf(end) for end in state.end):
         raise ScheduleError("some tasks wait for each other and never start")
     return list(zip(state.start, state.end, strict=True))
@@ -145,11 +145,11 @@ def _adapt(state: _State, now: float) -> None:
     state.free = free
 
 
-def _next_end(state: _State, now: float) -> float:
+def _until_an_end(state: _State, now: float) -> float:
     if state.free:
-        return state.due[0][0]
+        return state.due[0][0] - now
     _share(state)
-    return now + min(_time_left(state, i) for i in state.running)
+    return min(_time_left(state, i) for i in state.running)
 
 
 def _time_left(state: _State, i: int) -> float:

@@ -15,7 +15,7 @@ class Assumed:
     """What a measured curve would say, from the links of a cluster.
 
     Inside a node and across nodes a collective runs one after the other (hierarchical rings), and
-    the ranks of a node share its way out.
+    every rank of a node sends its part of what leaves it.
     """
 
     op: str
