@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .errors import AutoparError
+from .guards import Guards
 from .plan import Plan, load_plan
 
 VERBS = ("measure", "parallelize", "plan", "simulate")
@@ -17,8 +18,8 @@ for room in ("measure", "plan", "simulate"):  # loaded now, so that they never h
 if TYPE_CHECKING:
     from .api import measure, parallelize, plan, simulate
 
-__all__ = ["AutoparError", "Cluster", "Plan", "load_plan", "measure", "parallelize", "plan",
-           "simulate"]  # fmt: skip
+__all__ = ["AutoparError", "Cluster", "Guards", "Plan", "load_plan", "measure", "parallelize",
+           "plan", "simulate"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

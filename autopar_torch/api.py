@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import files
 from .errors import AutoparError, PlanError, TraceError
+from .guards import Guards
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
 from .run import choose, fallback, observe, offline, shardings, survey, tracing, world
@@ -46,6 +47,7 @@ def parallelize(
     outputs: Sequence[str] = (),
     init_seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
+    guards: Guards | Mapping[str, Any] | None = None,
 ) -> ParallelModel:
     """The one new line: the model, trained on everything that torchrun started.
 
@@ -56,7 +58,8 @@ def parallelize(
     real steps first. `loss_fn(output, target)` serves models that return no loss: pass `target=`
     with the batch. `outputs` names what else to return besides the loss.
     A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
-    a checkpoint folder) or from its own initialisation with `init_seed`.
+    a checkpoint folder) or from its own initialisation with `init_seed`. `guards` says what is
+    watched while training (see Guards).
     """
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
@@ -65,6 +68,7 @@ def parallelize(
     device = world.device()
     place = world.World(rank, size)
     limits = _limits(constraints)
+    watched = files.decode(files.encode(guards or {}), Guards, where="guards")
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
@@ -79,7 +83,7 @@ def parallelize(
         else:
             _adopt(parallel, call, given, loss_fn, source)
 
-    parallel = ParallelModel(model, place, device, prepare, outputs)
+    parallel = ParallelModel(model, place, device, prepare, outputs, watched)
     own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
     parallel.retrace = tracing.once(own, place)
     if size == 1:

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "autopar_torch"
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
-NOUNS = {"model", "cluster", "profile", "plan", "timeline", "schedule", "errors", "files"}
+NOUNS = {
+    "model", "cluster", "profile", "plan", "timeline", "schedule", "guards", "errors", "files",
+}  # fmt: skip
 SHARD = NOUNS | {"shard"}
 TRACE = SHARD | {"trace"}
 MEASURE = TRACE | {"measure"}

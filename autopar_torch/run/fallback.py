@@ -14,6 +14,8 @@ from ..errors import PlanError, TraceError
 from ..plan import Plan
 from ..trace.call import Call, named_outputs
 from ..trace.capture import LossFn
+from .handover import hand_over
+from .returned import Outputs
 
 if TYPE_CHECKING:
     from .model import ParallelModel
@@ -72,8 +74,6 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, call: Call, tensors: list[Tensor]) -> Any:
-        from .model import Outputs, hand_over
-
         parallel = self.parent[0]
         rows = parallel.local_slice(call.num_rows)
         share = (rows.stop - rows.start) / call.num_rows

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import files, schedule as schedules
 from ..errors import RunError
+from ..guards import Guards
 from ..plan import Plan
 from ..search.best import Outcome
 from ..shard.collectives import arrive
@@ -21,8 +22,10 @@ from ..trace.call import Call, take_apart
 from . import checkpoint, shardings, state
 from .context import Prologue
 from .executor import Executor, Mail, neighbours
+from .handover import hand_over
 from .params import ParamStore, Reducer
 from .record import SILENT, Recorder, Silent, joined
+from .returned import returned
 from .stage import StageRunner
 from .world import World
 
@@ -65,9 +68,10 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
-                 outputs: Sequence[str] = ()) -> None:  # fmt: skip
+                 outputs: Sequence[str] = (), guards: Guards | None = None) -> None:  # fmt: skip
         super().__init__()
         self.module = module
+        self.guards = guards or Guards()
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
         self.outputs = tuple(outputs)
@@ -147,7 +151,7 @@ class ParallelModel(nn.Module):
         train = self.training and torch.is_grad_enabled()
         program = self._program(call)
         results = self._run(program, call, tensors, train)
-        return _returned(results, program.traced.outputs)
+        return returned(results, program.traced.outputs)
 
     def _program(self, call: Call) -> Program:
         key = (call.key, self.training)
@@ -295,45 +299,6 @@ class ParallelModel(nn.Module):
                 if name in cell.block.name:
                     found.append(f"# {cell.block.name}\n{runner.code(index)}")
         return "\n".join(found) or f"no block of this rank is called {name!r}"
-
-
-class _HandOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor,
-                grads: list[tuple[Tensor, Tensor]]) -> Tensor:  # fmt: skip
-        ctx.grads = grads
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[None, None, None]:
-        if ctx.grads is None:
-            raise RunError("backward() was already called on this loss", fix="run forward again")
-        factor = float(upstream[0])
-        for param, grad in ctx.grads:
-            if factor != 1.0:
-                grad.mul_(factor)
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
-        ctx.grads = None
-        return None, None, None
-
-
-def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """A loss whose backward gives the parameters their gradients."""
-    return cast(Tensor, _HandOver.apply(anchor, loss, grads))
-
-
-class Outputs(dict[str, Any]):
-    """What a model returned, by name, as items and as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-def _returned(values: dict[str, Tensor], names: tuple[str, ...]) -> Any:
-    return values["loss"] if names == ("loss",) else Outputs(values)
 
 
 def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from ..trace import Traced
 from ..trace.call import Call, take_apart
 from .context import Prologue
 from .executor import Executor, Mail
-from .model import hand_over
+from .handover import hand_over
 from .record import SILENT
 from .world import World
 

@@ -1,0 +1,16 @@
+"""Guards: what is watched while training, and how closely. Each may be turned off."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class Guards(Struct, frozen=True, forbid_unknown_fields=True):
+    """`parallelize(model, guards={"nan": False})` leaves one out."""
+
+    batches: bool = True  # all ranks have one batch: shapes every step, values now and then
+    nan: bool = True  # a loss that is no number is named at its step
+    drift_every: Annotated[int, Meta(ge=0)] = 100  # steps between looks for replicas that differ
+    timeout_s: Annotated[float, Meta(gt=0)] = 60.0  # a rank that stands still so long is named
