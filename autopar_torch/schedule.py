@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -137,26 +137,29 @@ class _Progress:
             self.stages[position].append(stage)
         self.hops = _hops_to_end(position_of)
         self.slack = 0  # added to every limit; grows only where a rule would stop the pipeline
-        self.started: Counter[tuple[int, Op]] = Counter()
-        self.finished: Counter[tuple[int, Op]] = Counter()
+        self.started = {op: [0] * len(position_of) for op in ops}
+        self.finished = {op: [0] * len(position_of) for op in ops}
 
     def upcoming(self, position: int) -> Iterator[Action]:
         """The next micro-batch of every stage and op here, whether it can run yet or not."""
         for stage in self.stages[position]:
             for op in self.ops:
-                if (done := self.started[stage, op]) < self.num_micro_batches:
+                if (done := self.started[op][stage]) < self.num_micro_batches:
                     yield Action(stage, op, done)
 
     def ready(self, action: Action) -> bool:
         """Whether everything this action reads has been made."""
         stage, op, micro_batch = action
-        backward = [(stage, Op.F), (stage + 1, op)]
-        needs = {Op.F: [(stage - 1, op)], Op.W: [(stage, Op.I)]}.get(op, backward)
-        last = len(self.position_of) - 1
-        return all(self.finished[need] > micro_batch for need in needs if 0 <= need[0] <= last)
+        if op is Op.F:
+            return stage == 0 or self.finished[op][stage - 1] > micro_batch
+        if op is Op.W:
+            return self.finished[Op.I][stage] > micro_batch
+        last = stage == len(self.position_of) - 1
+        after = last or self.finished[op][stage + 1] > micro_batch
+        return after and self.finished[Op.F][stage] > micro_batch
 
     def in_flight(self, stage: int, until: Op) -> int:
-        return self.started[stage, Op.F] - self.finished[stage, until]
+        return self.started[Op.F][stage] - self.finished[until][stage]
 
 
 def _hops_to_end(position_of: Sequence[int]) -> list[int]:
@@ -167,8 +170,9 @@ def _hops_to_end(position_of: Sequence[int]) -> list[int]:
 
 def _gpipe(progress: _Progress, action: Action) -> bool:
     """All forwards of a position, then all backwards."""
-    here = progress.upcoming(progress.position_of[action.stage])
-    return action.op is Op.F or all(other.op is not Op.F for other in here)
+    here = progress.stages[progress.position_of[action.stage]]
+    count, forwards = progress.num_micro_batches, progress.started[Op.F]
+    return action.op is Op.F or all(forwards[stage] == count for stage in here)
 
 
 def _1f1b(progress: _Progress, action: Action) -> bool:
@@ -189,13 +193,14 @@ def _interleaved(progress: _Progress, action: Action) -> bool:
     if action.op is not Op.F:
         return True
     position, count = progress.position_of[action.stage], len(progress.stages)
-    mine = progress.stages[position]
+    mine, until = progress.stages[position], progress.ops[1]
     warm_up = 2 * (count - position - 1) + (len(mine) - 1) * count
-    in_flight = sum(progress.in_flight(stage, progress.ops[1]) for stage in mine)
-    forwards = (other for other in progress.upcoming(position) if other.op is Op.F)
+    if sum(progress.in_flight(stage, until) for stage in mine) > warm_up + progress.slack:
+        return False
     # Overtaking would fill the limit with forwards whose backward needs the one overtaken.
-    first = min(forwards, key=lambda other: _preference(other, count))
-    return action == first and in_flight <= warm_up + progress.slack
+    begun, turn = progress.started[Op.F], (action.micro_batch // count, action.stage)
+    return all((begun[stage] // count, stage) >= turn or begun[stage] == progress.num_micro_batches
+               for stage in mine)  # fmt: skip
 
 
 def _preference(action: Action, group: int) -> tuple[int, int, int, int]:
@@ -226,6 +231,27 @@ def build(
     name: str, position_of: Sequence[int], num_micro_batches: int, backward: bool = True
 ) -> Schedule:
     """The schedule of that name; without `backward` only forwards, as for evaluation."""
+    return _built(name, tuple(position_of), num_micro_batches, backward)
+
+
+@lru_cache(maxsize=256)
+def _built(
+    name: str, position_of: tuple[int, ...], num_micro_batches: int, backward: bool
+) -> Schedule:
+    played = order(name, position_of, num_micro_batches, backward)
+    compute: list[list[Action]] = [[] for _ in range(_num_positions(position_of))]
+    for action in played:
+        compute[position_of[action.stage]].append(action)
+    lanes = _insert_transfers(compute, position_of)
+    for stage in reversed(range(len(position_of)) if backward else ()):
+        lanes[position_of[stage]].append(Action(stage, Op.REDUCE))
+    return Schedule(tuple(map(tuple, lanes)), position_of)
+
+
+def order(
+    name: str, position_of: Sequence[int], num_micro_batches: int, backward: bool = True
+) -> list[Action]:
+    """What all positions compute, by the time at which it begins if all stages are equal."""
     if name not in _RULES:
         raise ScheduleError(f"no schedule is called {name!r}", fix=f"use one of {', '.join(NAMES)}")
     if num_micro_batches < 0:
@@ -234,58 +260,56 @@ def build(
     # Without backward nothing is kept, so nothing limits the forwards.
     rule, ops = (_RULES[name], (Op.F, *split)) if backward else (_gpipe, (Op.F,))
     progress = _Progress(position_of, num_micro_batches, ops)
-    compute = _play(progress, rule, len(progress.stages) if name == "interleaved" else 1)
-    if name == "1f1b" and backward:
-        compute = _hurry(compute, position_of)
-    lanes = _insert_transfers(compute, position_of)
-    for lane, stages in zip(lanes, progress.stages, strict=True):
-        lane += [Action(stage, Op.REDUCE) for stage in reversed(stages) if backward]
-    return Schedule(tuple(map(tuple, lanes)), tuple(position_of))
+    played = _play(progress, rule, len(progress.stages) if name == "interleaved" else 1)
+    return _hurry(played, position_of) if name == "1f1b" and backward else played
 
 
-def _play(progress: _Progress, rule: _Rule, group: int) -> list[list[Action]]:
-    """Run the pipeline on a clock and write down what every position did."""
-    lanes: list[list[Action]] = [[] for _ in progress.stages]
+def _play(progress: _Progress, rule: _Rule, group: int) -> list[Action]:
+    """Run the pipeline on a clock and write down what begins."""
+    played: list[Action] = []
     running: list[tuple[int, int, Action]] = []  # a heap of (end, position, action)
-    clock = 0
+    idle, clock = list(range(len(progress.stages))), 0
     while True:
-        for position in set(range(len(lanes))) - {position for _, position, _ in running}:
+        still = []
+        for position in idle:
             if action := _pick(progress, rule, group, position):
-                progress.started[action.stage, action.op] += 1
-                lanes[position].append(action)
+                progress.started[action.op][action.stage] += 1
+                played.append(action)
                 heapq.heappush(running, (clock + _UNIT_TIME[action.op], position, action))
+            else:
+                still.append(position)
         if not running:
-            if not any(any(progress.upcoming(position)) for position in range(len(lanes))):
-                return lanes
+            if not any(any(progress.upcoming(position)) for position in still):
+                return played
             progress.slack += 1
             continue
-        clock = running[0][0]
+        idle, clock = still, running[0][0]
         while running and running[0][0] == clock:
-            action = heapq.heappop(running)[2]
-            progress.finished[action.stage, action.op] += 1
+            _, position, action = heapq.heappop(running)
+            progress.finished[action.op][action.stage] += 1
+            idle.append(position)
+        idle.sort()
 
 
 def _pick(progress: _Progress, rule: _Rule, group: int, position: int) -> Action | None:
-    candidates = (
-        action
-        for action in progress.upcoming(position)
-        if progress.ready(action) and rule(progress, action)
-    )
-    return min(candidates, key=lambda action: _preference(action, group), default=None)
+    best: Action | None = None
+    for action in progress.upcoming(position):
+        if progress.ready(action) and rule(progress, action):
+            first = best is None or _preference(action, group) < _preference(best, group)
+            best = action if first else best
+    return best
 
 
-def _hurry(compute: list[list[Action]], position_of: Sequence[int]) -> list[list[Action]]:
+def _hurry(played: list[Action], position_of: Sequence[int]) -> list[Action]:
     """While a pipeline drains, positions wait for those after them: so once a position has done its
     forwards, it first does of each backward what the one before waits for."""
-    lanes: list[list[Action]] = []
-    for lane in compute:
-        forwards = [index for index, action in enumerate(lane) if action.op is Op.F]
-        lanes.append([])
-        for index, action in enumerate(lane):
-            drains = forwards and index > forwards[-1] and _transfer(action, _SENDS, position_of)
-            ops = (Op.I, Op.W) if drains else (action.op,)
-            lanes[-1] += [action._replace(op=op) for op in ops]
-    return lanes
+    last = {position_of[a.stage]: index for index, a in enumerate(played) if a.op is Op.F}
+    found: list[Action] = []
+    for index, action in enumerate(played):
+        drains = index > last[position_of[action.stage]]
+        halves = drains and _transfer(action, _SENDS, position_of)
+        found += [action._replace(op=op) for op in (Op.I, Op.W)] if halves else [action]
+    return found
 
 
 def _insert_transfers(

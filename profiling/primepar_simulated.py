@@ -33,7 +33,7 @@ from primepar_space import (
     ways,
 )
 
-from autopar_torch.simulate.formula import Pipeline, ends
+from autopar_torch.simulate.walk import Pipeline, walk
 
 DEVICES = (4, 8, 16, 32)
 # Of figure 9. Figure 7 was taken with 16 or more: on 16 devices its x1.38 for OPT 175B is below
@@ -110,7 +110,7 @@ def pipelined(costs: list[Cost], stages: int, layers: int, micro: int) -> float:
         per = layers // stages
         ahead, back = [c.forward * per] * stages, [c.backward * per] * stages
         pipe = Pipeline(ahead, back, back, back, [0.0] * stages, [0.0] * stages)
-        return max(ends("1f1b", pipe, micro)) + per * (c.reduce + c.update)
+        return max(walk("1f1b", tuple(range(stages)), pipe, micro)) + per * (c.reduce + c.update)
 
     return min(map(seconds, costs))
 

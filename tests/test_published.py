@@ -21,7 +21,7 @@ from autopar_torch.schedule import Op
 from autopar_torch.simulate import closed, footprint
 from autopar_torch.simulate.roofline import Seconds, Worker
 from autopar_torch.simulate.transformer import ALL, NOTHING, Layout, Recipe, Transformer
-from autopar_torch.simulate.walk import walk
+from lists import ends_of
 
 PROFILING = Path(__file__).resolve().parent.parent / "profiling"
 GPT_22B = Transformer(48, 6144, 64, 64, 24576, 51200, 2048, gated=False, tied=True)
@@ -78,7 +78,7 @@ def test_the_formula_equals_the_walk_on_equal_stages(
     num_micro_batches = num_stages + extra
     schedule = schedules.build("1f1b", range(num_stages), num_micro_batches)
     seconds = {Op.F: forward, Op.B: backward, Op.I: backward}  # whole ones, as others run them
-    walked = max(walk(schedule, lambda action: np.float64(seconds.get(action.op, 0.0))))
+    walked = max(ends_of(schedule, lambda action: np.float64(seconds.get(action.op, 0.0))))
     stages = [Seconds(forward, backward)] * num_stages
     assert closed.pipeline(stages, num_micro_batches) == pytest.approx(float(walked))
 
@@ -91,7 +91,7 @@ def test_on_unequal_stages_the_formula_is_a_close_lower_bound(
     num_micro_batches = len(stages) + extra
     schedule = schedules.build("1f1b", range(len(stages)), num_micro_batches)
     parts = {Op.F: 1, Op.B: 2, Op.I: 2}
-    walked = max(walk(schedule, lambda a: np.float64(stages[a.stage] * parts.get(a.op, 0))))
+    walked = max(ends_of(schedule, lambda a: np.float64(stages[a.stage] * parts.get(a.op, 0))))
     formula = closed.pipeline([Seconds(s, 2 * s) for s in stages], num_micro_batches)
     assert 0.9 * walked <= formula <= walked * (1 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""The search finds what brute force finds, its bounds are bounds, its formula is the engine's."""
+"""The search finds what brute force finds, its bounds are bounds, its price is the engine's."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ from autopar_torch.search.space import Candidate, Constraints, as_plan, candidat
 from autopar_torch.search.tables import Tables
 from autopar_torch.search.why import Case, against, candidate_of, time_parts, why
 from autopar_torch.simulate import fluid
-from autopar_torch.simulate.formula import Pipeline, ends
-from autopar_torch.simulate.lanes import lanes
-from autopar_torch.simulate.walk import walk
+from autopar_torch.simulate.walk import Pipeline, walk
+from lists import ends_of
 from problems import Problem, problem
 
 UNTIMED = settings(deadline=None, max_examples=100)
 LONG = settings(deadline=None, max_examples=500)
 seeds = st.integers(0, 10**6)
-COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 
 
 def solved(given: Problem, exhaustive: bool = False) -> Result | None:
@@ -157,20 +155,21 @@ def counted(name: str, positions: int, micro_batches: int) -> tuple[int, int]:
     )
 
 
-@given(shapes, st.integers(2, 6), st.integers(1, 40), seeds)
+@given(shapes, st.integers(1, 6), st.integers(1, 60), seeds, st.booleans())
 @UNTIMED
-def test_the_formula_ends_when_the_lists_end(name: str, p: int, m: int, seed: int) -> None:
+def test_the_walk_ends_when_the_lists_end(name: str, p: int, m: int, seed: int, vee: bool) -> None:
     virtual, m = counted(name, p, m)
-    pipe = pipeline(seed, p * virtual)
+    places = tuple(range(p)) * virtual
+    places = (*range(p), *reversed(range(p))) if vee else places
+    pipe = pipeline(seed, len(places))
     work = work_of(pipe)
-    schedule = build(name, tuple(range(p)) * virtual, m)
-    expected = walk(schedule, lambda a: work[a.op][a.stage] if a.op in work else 0.0)
-    assert ends(name, pipe, m, virtual) == pytest.approx(expected, rel=1e-9)
+    expected = ends_of(build(name, places, m), lambda a: work[a.op][a.stage] if a.op in work else 0)
+    assert walk(name, places, pipe, m) == pytest.approx(expected, rel=1e-9)
 
 
 @given(shapes, st.integers(2, 4), st.integers(1, 8), seeds)
 @settings(deadline=None, max_examples=40)
-def test_the_formula_ends_when_the_engine_does(name: str, p: int, m: int, seed: int) -> None:
+def test_the_walk_ends_when_the_engine_does(name: str, p: int, m: int, seed: int) -> None:
     """Nobody shares anything: every position is a resource of its own, messages need none."""
     virtual, m = counted(name, p, m)
     pipe = pipeline(seed, p * virtual)
@@ -195,18 +194,7 @@ def test_the_formula_ends_when_the_engine_does(name: str, p: int, m: int, seed: 
                     last[position] = len(tasks) - 1
     times = fluid.run(tasks)
     expected = [times[last[k]][1] for k in range(p)]
-    assert ends(name, pipe, m, virtual) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["zero_bubble", "interleaved"])
-@pytest.mark.parametrize("p", [2, 3, 5, 7])
-def test_played_lists_are_those_that_run(name: str, p: int) -> None:
-    for virtual in (2, 3) if name == "interleaved" else (1,):
-        for m in (1, 2, p, 2 * p, 3 * p + 1):
-            m = p * m if virtual > 1 else m
-            built = build(name, tuple(range(p)) * virtual, m)
-            computing = [[a for a in lane if a.op in COMPUTE] for lane in built.actions]
-            assert lanes(name, p, virtual, m) == computing
+    assert walk(name, tuple(range(p)) * virtual, pipe, m) == pytest.approx(expected, rel=1e-6)
 
 
 def test_equal_problems_have_equal_bytes() -> None:

@@ -21,13 +21,12 @@ from autopar_torch.report.perfetto import export
 from autopar_torch.run.offline import profile_for
 from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
-from autopar_torch.simulate import formula, memory, simulate
+from autopar_torch.simulate import memory, simulate
 from autopar_torch.simulate.alike import leaders, led
 from autopar_torch.simulate.costs import Costs
 from autopar_torch.simulate.draws import drawn
 from autopar_torch.simulate.fluid import Capacity, Task, run
 from autopar_torch.simulate.network import lookup
-from autopar_torch.simulate.walk import walk
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
@@ -108,7 +107,7 @@ def test_without_sharing_every_end_is_the_longest_way_there(
 @given(graphs)
 @settings(deadline=None)
 def test_sharing_never_makes_anything_end_sooner(graph: list[tuple[float, list[int]]]) -> None:
-    """The bound that lets the closed formula prune for the engine."""
+    """The bound that lets the search prune for the engine."""
     alone, shared = [], []
     for i, (seconds, before) in enumerate(graph):
         after = tuple({b % i for b in before}) if i else ()
@@ -116,24 +115,6 @@ def test_sharing_never_makes_anything_end_sooner(graph: list[tuple[float, list[i
         shared.append(Task(str(i), seconds, {f"core {i % 2}": 1.0}, after))
     pairs = zip(run(alone), run(shared), strict=True)
     assert all(end <= later + 1e-6 for (_, end), (_, later) in pairs)
-
-
-seconds = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.3])
-
-
-@given(st.integers(2, 6), st.integers(1, 9), st.data())
-@settings(deadline=None)
-def test_the_formula_of_1f1b_is_what_its_lists_give(p: int, m: int, data: st.DataObject) -> None:
-    columns = [data.draw(st.lists(seconds, min_size=p, max_size=p)) for _ in range(6)]
-    pipe = formula.Pipeline(*columns)
-    work = {Op.F: pipe.forward, Op.B: pipe.backward, Op.I: pipe.input, Op.W: pipe.weight,
-            Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}  # fmt: skip
-
-    def taken(action: Action) -> float:
-        return work[action.op][action.stage] if action.op in work else 0.0
-
-    lists = schedules.build("1f1b", range(p), m)
-    assert formula.ends("1f1b", pipe, m) == pytest.approx(walk(lists, taken))
 
 
 def test_what_has_arrived_may_be_let_go_and_nothing_else() -> None:

@@ -69,10 +69,10 @@ def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constra
 
 def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
          kept: int = KEPT) -> Outcome:  # fmt: skip
-    """Search by the formula; the engine, which shares cores and links, orders the best of them.
+    """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured and nobody shares, the engine would only repeat the formula. What the
-    formula took to fit, the engine may find too large: then the search is asked for less.
+    Where nothing was measured and nobody shares, the engine would only repeat the walk. What the
+    search took to fit, the engine may find too large: then the search is asked for less.
     """
     looked_at = kept if known.profile.assumed else max(kept, MOST_KEPT)
     result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=looked_at)

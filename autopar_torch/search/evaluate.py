@@ -1,4 +1,4 @@
-"""Price one candidate with its borders: the closed formula for time, and bytes per position."""
+"""Price one candidate with its borders: its schedule's time, and bytes per position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profile import Curve
-from ..simulate.formula import Pipeline
+from ..simulate.walk import Pipeline
 from .memory import Memory, staying
 from .space import Candidate
 from .tables import Array, Blocks, Tables

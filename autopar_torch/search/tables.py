@@ -15,7 +15,7 @@ from ..model import ModelGraph, TensorInfo, item_bytes
 from ..plan import BUCKET_BYTES, Precision, Sharding
 from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
-from ..simulate.formula import Pipeline, ends
+from ..simulate.walk import Pipeline, walk
 from .borders import FreeCuts, free_cuts
 from .space import Candidate, Option
 
@@ -142,10 +142,11 @@ class Tables:
         return self._free_cuts[key]
 
     def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
-        """The closed formula, once for equal pipelines."""
+        """When every position ends, once for equal pipelines."""
         key = (name, pipe, count, virtual)
         if key not in self._ends:
-            self._ends[key] = ends(*key)
+            position_of = tuple(range(len(pipe.forward) // virtual)) * virtual
+            self._ends[key] = walk(name, position_of, pipe, count)
         return self._ends[key]
 
     def _programs(self, option: Option) -> tuple[list[tuple[str, str]], NDArray[np.int64]]:

@@ -1,6 +1,6 @@
 """A step in closed form: a pipeline of stages that share nothing, then sums and the optimizer.
 
-`walk` plays any list of actions; these formulas give the same where stages are equal, and serve
+`walk` adds up any schedule; these formulas give the same where stages are equal, and serve
 where thousands of micro-batches on dozens of stages would be played for one number.
 """
 

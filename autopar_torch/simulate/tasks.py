@@ -12,7 +12,6 @@ from ..plan import Replica
 from ..profile import Curve
 from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
-from . import formula
 from .costs import BlockWork, Bucket, Costs, RankCost, Work
 from .draws import Draw
 from .fluid import Task
@@ -21,7 +20,7 @@ _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 
 def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> schedules.Schedule:
-    return formula.built(costs.plan.schedule, replica.position_of, num_micro_batches)
+    return schedules.build(costs.plan.schedule, replica.position_of, num_micro_batches)
 
 
 class Load(NamedTuple):

@@ -1,34 +1,160 @@
-"""When each position of a schedule ends if nobody shares anything: one pass over its lists."""
+"""When every position of a schedule ends if nobody shares anything: its lists, added up.
+
+Every end is the largest sum of durations along a chain of actions that wait for each other. A long
+schedule repeats itself, so its steps are a beginning, a window that is repeated, and an end; and
+once a repeat has moved every end on by the same time, the rest of them do too. It gives what the
+engine gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
-from ..schedule import Action, Op, Schedule
+from ..schedule import Action, Op, order
 
-_RECEIVES, _SENDS = (Op.RECV_F, Op.RECV_B), (Op.SEND_F, Op.SEND_B)
+Seconds = Sequence[float]  # per stage
+OPS = (Op.F, Op.B, Op.I, Op.W)
+EQUAL = 1e-12  # relative difference of strides that are equal but for rounding
+Step = tuple[int, int, int, int]  # position, op and stage, how far back what it needs, message
 
 
-def walk(schedule: Schedule, seconds: Callable[[Action], float]) -> list[float]:
-    """The end of every position's list. `seconds` of a send is the time its message takes."""
-    clock = [0.0] * len(schedule.actions)
-    arrives: dict[Action, float] = {}
-    index = [0] * len(clock)
-    moved = True
-    while moved:
-        moved = False
-        for position, lane in enumerate(schedule.actions):
-            while index[position] < len(lane):
-                action = lane[index[position]]
-                if action.op in _RECEIVES:
-                    sent = arrives.pop(action.other_end(), None)
-                    if sent is None:
-                        break
-                    clock[position] = max(clock[position], sent)
-                elif action.op in _SENDS:
-                    arrives[action] = clock[position] + seconds(action)
-                else:
-                    clock[position] += seconds(action)
-                index[position] += 1
-                moved = True
+class Pipeline(NamedTuple):
+    """Seconds per micro-batch of every stage. A message goes to the neighbour of its stage."""
+
+    forward: Seconds
+    backward: Seconds
+    input: Seconds
+    weight: Seconds
+    send: Seconds  # forward, to the next stage; of the last one: unused
+    back: Seconds  # backward, to the stage before; of the first one: unused
+
+
+class Steps(NamedTuple):
+    """The steps of `least` micro-batches in parts. The odd ones of them are windows: when each is
+    repeated once more, there are `period` micro-batches more."""
+
+    parts: tuple[tuple[Step, ...], ...]
+    least: int
+    period: int
+    reach: int  # no step needs anything further back, and no window is longer
+
+
+def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline,
+         num_micro_batches: int) -> list[float]:  # fmt: skip
+    """The end of every position's last action."""
+    work = [*pipe.forward, *pipe.backward, *pipe.input, *pipe.weight]
+    delays = [0.0, *pipe.send, *pipe.back]
+    steps = steps_of(name, position_of, num_micro_batches)
+    repeats = (num_micro_batches - steps.least) // steps.period
+    clock, done = [0.0] * (max(position_of) + 1), [0.0] * steps.reach
+    for index, part in enumerate(steps.parts):
+        _run(part, work, delays, clock, done)
+        if index % 2:
+            _repeat(part, repeats, work, delays, clock, done, steps.reach)
     return clock
+
+
+def _repeat(window: Sequence[Step], times: int, work: Seconds, delays: Seconds, clock: list[float],
+            done: list[float], reach: int) -> None:  # fmt: skip
+    """A window that has run once, so many times more; in one stride as soon as it repeats."""
+    while times > 0:
+        before, earlier = list(clock), done[-reach:]
+        _run(window, work, delays, clock, done)
+        times -= 1
+        stride = _stride([*before, *earlier], [*clock, *done[-reach:]])
+        if stride is not None:
+            clock[:] = [end + times * stride for end in clock]
+            done[:] = [end + times * stride for end in done[-reach:]]
+            return
+
+
+def _run(steps: Sequence[Step], work: Seconds, delays: Seconds, clock: list[float],
+         done: list[float]) -> None:  # fmt: skip
+    """Each step starts when its position is free and what it needs has come."""
+    add = done.append
+    for position, what, back, message in steps:
+        start = clock[position]
+        if back:
+            came = done[-back] + delays[message]
+            if came > start:
+                start = came
+        clock[position] = end = start + work[what]
+        add(end)
+
+
+def _stride(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """What is to come depends on these ends by sums and maxima alone: where a period moved all of
+    them by the same time, the next one will."""
+    stride = after[0] - before[0]
+    close = EQUAL * after[0]
+    for a, b in zip(before, after, strict=True):
+        if abs(b - a - stride) > close:
+            return None
+    return stride
+
+
+def steps_of(name: str, position_of: tuple[int, ...], count: int) -> Steps:
+    """The steps of a schedule: in windows where there are more micro-batches than they need."""
+    num_positions = max(position_of) + 1
+    virtual = len(position_of) // num_positions
+    period = num_positions if virtual > 1 else 1
+    least = (virtual + 3) * num_positions if virtual > 1 else 2 * num_positions + 6
+    repeats = count > least and (count - least) % period == 0
+    if repeats and (found := _windowed(name, position_of, least, period)):
+        return found
+    steps = _steps(name, position_of, count)
+    return Steps((steps,), count, period, _reach(steps))
+
+
+@lru_cache(maxsize=256)
+def _windowed(name: str, position_of: tuple[int, ...], least: int, period: int) -> Steps | None:
+    """In each of its phases, two equal periods in a row. GPipe has a phase of each kind of work."""
+    steps, stages = _steps(name, position_of, least), len(position_of)
+    cuts = [0]
+    for first in (0, 2 * stages - 1) if name == "gpipe" else (0,):
+        begins = [i for i, (_, what, _, _) in enumerate(steps) if what == first]
+        start, after = begins[least - 3 * period], begins[least - 2 * period]
+        if steps[start:after] != steps[after : 2 * after - start]:
+            return None
+        cuts += [start, after]
+    parts = tuple(steps[a:b] for a, b in pairwise([*cuts, len(steps)]))
+    return Steps(parts, least, period, max(_reach(steps), *map(len, parts[1::2])))
+
+
+def _reach(steps: Sequence[Step]) -> int:
+    return max((back for _, _, back, _ in steps), default=1) or 1
+
+
+@lru_cache(maxsize=256)
+def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, ...]:
+    """What is computed in order, and what each step waits for."""
+    stages = len(position_of)
+    number: dict[Action, int] = {}
+    steps: list[Step] = []
+    for action in order(name, position_of, count):
+        needed, message = _needed(action, position_of)
+        back = 0 if needed is None else len(steps) - number[needed]
+        number[action] = number[_other_half(action)] = len(steps)
+        what = OPS.index(action.op) * stages + action.stage
+        steps.append((position_of[action.stage], what, back, message))
+    return tuple(steps)
+
+
+def _other_half(action: Action) -> Action:
+    """A whole backward and the part of one that others wait for answer the same question."""
+    return action._replace(op=Op.B) if action.op is Op.I else action
+
+
+def _needed(action: Action, position_of: Sequence[int]) -> tuple[Action | None, int]:
+    """What comes from another stage, and the place of its message among all delays (0: none)."""
+    stage, op, stages = action.stage, action.op, len(position_of)
+    step = 1 if op in (Op.B, Op.I) else -1
+    other = stage + step
+    if op is Op.W or not 0 <= other < stages:
+        return None, 0
+    source = Action(other, Op.F if op is Op.F else Op.B, action.micro_batch)
+    message = stage if op is Op.F else stages + stage + 2
+    return source, 0 if position_of[other] == position_of[stage] else message
