@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import published_closed as closed
+import published_footprint as footprint
+from published_roofline import Worker
 from published_rows import Job, memory_kind
-
-from autopar_torch.simulate import closed, footprint
-from autopar_torch.simulate.roofline import Worker
 
 
 @dataclass(frozen=True)

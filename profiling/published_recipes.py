@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from autopar_torch.simulate.transformer import ALL, CORE, NOTHING, Layout, Recipe, Redo
+from published_transformer import ALL, CORE, NOTHING, Layout, Recipe, Redo
 
 Row = dict[str, Any]
 

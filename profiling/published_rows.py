@@ -10,10 +10,10 @@ from pathlib import Path
 
 from msgspec import structs
 from published_recipes import ACESO_LAYER, SCALING, Row, layout, recipe
+from published_roofline import Worker
+from published_transformer import ALL, Transformer
 
 from autopar_torch.cluster import Hardware, Link, hardware
-from autopar_torch.simulate.roofline import Worker
-from autopar_torch.simulate.transformer import ALL, Transformer
 
 Key = tuple[str, str]
 

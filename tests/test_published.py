@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
+import published_closed as closed
+import published_footprint as footprint
+import published_predictions as predictions
+import published_ranking as ranking
+import published_recipes as recipes
+import published_rows as rows_of
 import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
+from published_roofline import Seconds, Worker
+from published_transformer import ALL, NOTHING, Layout, Recipe, Transformer
 
 from autopar_torch import schedule as schedules
 from autopar_torch.cluster import Hardware, hardware, known, named
 from autopar_torch.errors import PlanError
 from autopar_torch.schedule import Op
-from autopar_torch.simulate import closed, footprint
-from autopar_torch.simulate.roofline import Seconds, Worker
-from autopar_torch.simulate.transformer import ALL, NOTHING, Layout, Recipe, Transformer
 from lists import ends_of
 
 PROFILING = Path(__file__).resolve().parent.parent / "profiling"
@@ -183,31 +186,20 @@ def test_a_table_of_words_is_filled_up() -> None:
     assert replace(worker(), model=odd).head.total == pytest.approx(worker().head.total, rel=1e-3)
 
 
-def profiling_module(name: str) -> ModuleType:
-    sys.path.insert(0, str(PROFILING))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(PROFILING))
-
-
 def test_programs_cut_their_layers_as_their_sources_say() -> None:
-    rows = profiling_module("published_rows")
     table = replace(LLAMA_8B, layers=16, vocab=int(4 * LLAMA_8B.layer_params / LLAMA_8B.hidden))
-    assert rows.balanced(table, 4) == (6.0, 5.0, 5.0, 0.0)  # the head alone counts as four
-    assert rows.uniform(60, 4) == (15.0, 16.0, 16.0, 13.0)
-    assert list(rows.layers_of_operators([157, 158])) == [12.0, 12.0]  # embedding; norm and head
+    assert rows_of.balanced(table, 4) == (6.0, 5.0, 5.0, 0.0)  # the head alone counts as four
+    assert rows_of.uniform(60, 4) == (15.0, 16.0, 16.0, 13.0)
+    assert list(rows_of.layers_of_operators([157, 158])) == [12.0, 12.0]  # embedding; norm and head
 
 
 def test_weights_in_8_bit_are_kept_twice_before_blackwell() -> None:
-    rows, recipes = profiling_module("published_rows"), profiling_module("published_recipes")
-    found = {key[1]: job.row for key, job in rows.read(PROFILING / "published").jobs.items()}
+    found = {key[1]: job.row for key, job in rows_of.read(PROFILING / "published").jobs.items()}
     assert recipes.recipe(found["mlperf_v5.0_eos-dfw_n256_ngc25.01_nemo"]).weight_bytes == 2
     assert recipes.recipe(found["mlperf_v5.0_carina_ngpu2048_ngc25.04_nemo"]).weight_bytes == 1
 
 
 def test_no_order_beats_noise() -> None:
-    ranking = profiling_module("published_ranking")
     assert ranking.spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert ranking.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert ranking.ceiling([1.0, 2.0, 4.0], 0.001) == pytest.approx(1)
@@ -222,11 +214,9 @@ def test_a_folder_without_rows_does_not_pass(tmp_path: Path) -> None:
 
 
 def test_the_command_reads_rows_and_says_what_it_left_out(tmp_path: Path) -> None:
-    published_predictions = profiling_module("published_predictions")
-    published_rows = profiling_module("published_rows")
-    rows = published_rows.read(PROFILING / "published")
+    rows = rows_of.read(PROFILING / "published")
     assert len(rows.jobs) > 3000
     assert all(reason for _, _, reason in rows.left_out)
     job = rows.jobs["korthikanti", "korth_22B_selective"]
-    assert abs(published_predictions.predict(job).error) < 0.15
-    assert published_rows.read(tmp_path).jobs == {}
+    assert abs(predictions.predict(job).error) < 0.15
+    assert rows_of.read(tmp_path).jobs == {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from ..timeline import Memory
-from .closed import layers_of, params_of
-from .roofline import Worker
+from published_closed import layers_of, params_of
+from published_roofline import Worker
+
+from autopar_torch.timeline import Memory
 
 # Per score of a word: 16-bit logits, their 32-bit copy, its softmax; where nothing is done in place
 # both gradients and a gathered copy as well; a fused loss needs one copy and its gradient.

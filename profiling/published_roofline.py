@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..cluster import Hardware, Link
-from .transformer import Layout, Recipe, Transformer
+from published_transformer import Layout, Recipe, Transformer
+
+from autopar_torch.cluster import Hardware, Link
 
 # Bytes moved per element of a [tokens, hidden] or [tokens, ffn] tensor in 16 bit. An operator reads
 # and writes; a backward reads its gradient and what was kept as well.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .roofline import Group, Seconds, Worker
-from .transformer import Layout
+from published_roofline import Group, Seconds, Worker
+from published_transformer import Layout
 
 
 def pipeline(stages: Sequence[Seconds], num_micro_batches: int, schedule: str = "1f1b",
