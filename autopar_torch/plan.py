@@ -79,7 +79,8 @@ BUCKET_BYTES = 25 * 2**20
 class Plan(Struct, frozen=True):
     """The whole strategy; `check` tells whether it fits a world and a model.
 
-    Gradients travel when `bucket_bytes` of them are there.
+    Gradients travel when `bucket_bytes` of them are there. Under bfloat16 they are added up over
+    micro-batches in float32, unless `grad_dtype` says otherwise, and arrive as the parameters are.
     """
 
     replicas: tuple[Replica, ...]
@@ -89,6 +90,12 @@ class Plan(Struct, frozen=True):
     shardings: tuple[Sharding, ...] = ()
     reason: str = "given by the user"
     bucket_bytes: int = BUCKET_BYTES
+    grad_dtype: Precision = "float32"
+
+    @property
+    def keeps_bfloat16(self) -> bool:
+        """Whether gradients are added up in less than what their parameters are kept in."""
+        return (self.precision, self.grad_dtype) == ("bfloat16", "bfloat16")
 
     def sharding(self, stage: Stage, block: int) -> Sharding | None:
         """How a block is split, None where it is whole."""
@@ -114,6 +121,7 @@ class Plan(Struct, frozen=True):
         precision: Precision = "float32",
         tp_mesh: tuple[int, ...] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        grad_dtype: Precision = "float32",
     ) -> Plan:
         """Equal replicas of equal stages; tensor groups are neighbours, then stages, then replicas.
 
@@ -135,7 +143,8 @@ class Plan(Struct, frozen=True):
             Replica(tuple(stage(r, s) for s in range(pp * virtual)), num_micro_batches)
             for r in range(dp)
         )
-        return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes)
+        return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes,
+                    grad_dtype=grad_dtype)  # fmt: skip
 
     @property
     def degrees(self) -> tuple[int, int, int]:
