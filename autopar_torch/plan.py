@@ -189,6 +189,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return files.load(path, Plan)
 
 
+def check_precision(*given: str) -> None:
+    """Refuse what nothing here computes with."""
+    for name in given:
+        if name not in get_args(Precision):
+            raise PlanError(f"unknown precision {name!r}", where="precision, grad_dtype",
+                            fix=f"one of {', '.join(get_args(Precision))}; for float16 call the "
+                            "model under torch.autocast")  # fmt: skip
+
+
 def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
     """Refuse a plan that cannot run on so many devices, before anything is communicated."""
     if not plan.replicas:
@@ -196,6 +205,7 @@ def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
     if plan.schedule not in get_args(ScheduleName):
         raise PlanError(f"unknown schedule {plan.schedule!r}", where="Plan.schedule",
                         fix=f"one of {', '.join(get_args(ScheduleName))}")  # fmt: skip
+    check_precision(plan.precision, plan.grad_dtype)
     if plan.zero not in (0, 1, 2, 3):
         raise PlanError(f"zero = {plan.zero}, but the stages are 0, 1, 2, 3", where="Plan.zero")
     if plan.bucket_bytes < 1:
