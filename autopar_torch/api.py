@@ -206,7 +206,8 @@ def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
 def _unsplit(limits: Constraints) -> Plan:
     """What one process does of what was asked for."""
     plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
-                        recompute=bool(limits.recompute), precision=limits.precision)  # fmt: skip
+                        recompute=bool(limits.recompute), precision=limits.precision,
+                        grad_dtype=limits.grad_dtype)  # fmt: skip
     return msgspec.structs.replace(plan, reason="one process")
 
 

@@ -79,7 +79,8 @@ BUCKET_BYTES = 25 * 2**20
 class Plan(Struct, frozen=True):
     """The whole strategy; `check` tells whether it fits a world and a model.
 
-    Gradients travel when `bucket_bytes` of them are there.
+    Gradients travel when `bucket_bytes` of them are there. Under bfloat16 they are added up over
+    micro-batches in float32, unless `grad_dtype` says otherwise, and arrive as the parameters are.
     """
 
     replicas: tuple[Replica, ...]
@@ -89,6 +90,12 @@ class Plan(Struct, frozen=True):
     shardings: tuple[Sharding, ...] = ()
     reason: str = "given by the user"
     bucket_bytes: int = BUCKET_BYTES
+    grad_dtype: Precision = "float32"
+
+    @property
+    def keeps_bfloat16(self) -> bool:
+        """Whether gradients are added up in less than what their parameters are kept in."""
+        return (self.precision, self.grad_dtype) == ("bfloat16", "bfloat16")
 
     def sharding(self, stage: Stage, block: int) -> Sharding | None:
         """How a block is split, None where it is whole."""
@@ -114,6 +121,7 @@ class Plan(Struct, frozen=True):
         precision: Precision = "float32",
         tp_mesh: tuple[int, ...] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        grad_dtype: Precision = "float32",
     ) -> Plan:
         """Equal replicas of equal stages; tensor groups are neighbours, then stages, then replicas.
 
@@ -135,7 +143,8 @@ class Plan(Struct, frozen=True):
             Replica(tuple(stage(r, s) for s in range(pp * virtual)), num_micro_batches)
             for r in range(dp)
         )
-        return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes)
+        return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes,
+                    grad_dtype=grad_dtype)  # fmt: skip
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -180,6 +189,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return files.load(path, Plan)
 
 
+def check_precision(*given: str) -> None:
+    """Refuse what nothing here computes with."""
+    for name in given:
+        if name not in get_args(Precision):
+            raise PlanError(f"unknown precision {name!r}", where="precision, grad_dtype",
+                            fix=f"one of {', '.join(get_args(Precision))}; for float16 call the "
+                            "model under torch.autocast")  # fmt: skip
+
+
 def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
     """Refuse a plan that cannot run on so many devices, before anything is communicated."""
     if not plan.replicas:
@@ -187,6 +205,7 @@ def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
     if plan.schedule not in get_args(ScheduleName):
         raise PlanError(f"unknown schedule {plan.schedule!r}", where="Plan.schedule",
                         fix=f"one of {', '.join(get_args(ScheduleName))}")  # fmt: skip
+    check_precision(plan.precision, plan.grad_dtype)
     if plan.zero not in (0, 1, 2, 3):
         raise PlanError(f"zero = {plan.zero}, but the stages are 0, 1, 2, 3", where="Plan.zero")
     if plan.bucket_bytes < 1:

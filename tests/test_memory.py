@@ -77,6 +77,9 @@ PLANS: list[dict[str, Any]] = [
     {"pp": 2, "num_micro_batches": 4, "recompute": True},
     {"pp": 2, "num_micro_batches": 4, "schedule": "zero_bubble"},
     {"tp": 2, "recompute": True},
+    {"dp": 2, "num_micro_batches": 4, "precision": "bfloat16"},
+    {"dp": 2, "num_micro_batches": 4, "precision": "bfloat16", "grad_dtype": "bfloat16"},
+    {"pp": 2, "num_micro_batches": 4, "precision": "bfloat16", "grad_dtype": "bfloat16"},
 ]
 
 

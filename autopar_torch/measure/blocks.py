@@ -228,6 +228,9 @@ def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
             args.append(context[block.context[node.name]])
         else:
             args.append(_random(node.name, node.meta["info"], need, axes, device))
+        if node.name in block.params and args[-1].requires_grad:
+            kept = traced.graph.params[block.params[node.name]].dtype
+            args[-1].grad_dtype = getattr(torch, kept)
     return Runner(need, module, args, [], by_core)
 
 

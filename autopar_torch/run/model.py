@@ -17,12 +17,12 @@ from ..search.best import Outcome
 from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
-from ..trace import Traced
+from ..trace import Traced, autocast
 from ..trace.call import Call, take_apart
 from . import checkpoint, shardings, state
 from .context import Prologue
 from .executor import Executor, Mail, neighbours
-from .handover import hand_over
+from .handover import LossScale, hand_over
 from .params import ParamStore, Reducer
 from .record import SILENT, Recorder, Silent, joined
 from .returned import returned
@@ -80,6 +80,7 @@ class ParallelModel(nn.Module):
         self._store: ParamStore | None = None
         self._programs: dict[Any, Program] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self.loss_scale = LossScale()
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Outcome | None = None  # the search behind the plan, if there was one
@@ -122,7 +123,7 @@ class ParallelModel(nn.Module):
                   for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
         self.reducer = Reducer(self.store, blocks)
         self.buffers_by_name = dict(self.module.named_buffers())
-        self._programs[(call.key, True)] = Program(traced, plan, self)
+        self._programs[self._key(call, True)] = Program(traced, plan, self)
         self._share_random_numbers()
 
     def _share_random_numbers(self) -> None:
@@ -150,11 +151,17 @@ class ParallelModel(nn.Module):
             return cast(Any, self.fallback)(call, tensors)
         train = self.training and torch.is_grad_enabled()
         program = self._program(call)
-        results = self._run(program, call, tensors, train)
+        half = autocast.active(self.device) == torch.float16
+        scale = self.loss_scale.value if half else 1.0
+        with torch.autocast(self.device.type, enabled=False):  # it is a part of the program
+            results = self._run(program, call, tensors, train, scale)
         return returned(results, program.traced.outputs)
 
+    def _key(self, call: Call, training: bool) -> tuple[Any, ...]:
+        return call.key, training, autocast.active(self.device)
+
     def _program(self, call: Call) -> Program:
-        key = (call.key, self.training)
+        key = self._key(call, self.training)
         if key not in self._programs:
             wanted = ("loss", *self.outputs) if self.training else None
             traced = cast(Any, self.retrace)(call, self.training, wanted)
@@ -164,7 +171,9 @@ class ParallelModel(nn.Module):
         return self._programs[key]
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
-             train: bool) -> dict[str, Tensor]:  # fmt: skip
+             train: bool, scale: float) -> dict[str, Tensor]:  # fmt: skip
+        for runner in program.stages.values():
+            runner.loss_scale = scale
         spans = self.micro_batches(call.num_rows)
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
         replica = self.plan.replicas[self.replica]
@@ -201,7 +210,8 @@ class ParallelModel(nn.Module):
             arrive(sums)
         if train:
             grads = self._finish_grads()
-            values["loss"] = hand_over(self._anchor, values["loss"], grads)
+            values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
+                                       self.loss_scale)  # fmt: skip
         return values
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
@@ -244,7 +254,10 @@ class ParallelModel(nn.Module):
     def _addend(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
                 rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip
         info = state.output_info(program.traced, name)
-        full = torch.zeros(info.at(num_rows), dtype=getattr(torch, info.dtype), device=self.device)
+        kind = getattr(torch, info.dtype)
+        if kind.is_floating_point and state.is_summed(program.traced, name):
+            kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
+        full = torch.zeros(info.at(num_rows), dtype=kind, device=self.device)
         per_row = info.at(2)[0] - info.at(1)[0] if info.shape else 0
         for mb, values in parts.items():
             start, end = rows[mb]

@@ -152,6 +152,8 @@ class ParamStore:
         else:
             held.leaf = held.tensor.detach()
         held.leaf.requires_grad_(held.trainable)
+        if held.tensor.is_floating_point() and not self.plan.keeps_bfloat16:
+            held.leaf.grad_dtype = held.tensor.dtype
         if self.gathers_per_use(held):
             held.leaf.untyped_storage().resize_(0)
 
@@ -290,7 +292,7 @@ class Bucket:
 def _taken(leaf: Tensor) -> Tensor:
     """The gradient that a leaf has gathered, which starts afresh; zeros if nothing has arrived."""
     grad, leaf.grad = leaf.grad, None
-    return torch.zeros_like(leaf) if grad is None else grad
+    return torch.zeros_like(leaf, dtype=leaf.grad_dtype) if grad is None else grad
 
 
 def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:

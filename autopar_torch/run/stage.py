@@ -50,6 +50,7 @@ class StageRunner:
         self.programs: dict[tuple[str, int, int], fx.GraphModule] = {}
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
+        self.loss_scale = 1.0
 
     @property
     def params(self) -> list[str]:
@@ -146,7 +147,8 @@ class StageRunner:
         """Backward of a micro-batch; returns the gradients of what arrived."""
         arrived, left = self.kept.pop(micro_batch)
         if self.outputs:
-            left, grads = {"loss": left["loss"]}, {"loss": torch.ones_like(left["loss"])}
+            left = {"loss": left["loss"]}
+            grads = {"loss": torch.full_like(left["loss"], self.loss_scale)}
         pairs = [(v, grads[name]) for name, v in left.items()
                  if isinstance(v, Tensor) and v.requires_grad]  # fmt: skip
         torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import AutoparError, RunError
-from ..plan import Precision
+from ..plan import Precision, check_precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
 from ..trace.capture import LossFn, describe_params
@@ -22,6 +22,7 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
            precision: Precision) -> Tracer:  # fmt: skip
+    check_precision(precision)
     known = describe_params(model)
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 

@@ -78,7 +78,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     """The fastest plan that fits; with `exhaustive` by looking at every one."""
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
-    tables = Tables(options, graph, profile, limits.precision)
+    tables = Tables(options, graph, profile, limits.precision, limits.grad_dtype)
     found = candidates(options, graph, cluster.num_devices, num_rows, limits)
     if not found:
         raise SearchError(
@@ -92,7 +92,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
         raise nothing_fits(tables, hunt.near(), num_rows, capacity, limits)
     choices = tuple(
         Choice(as_plan(f.candidate, f.borders, options, limits.precision,
-                       bucket_bytes=tables.bucket_bytes(f.candidate)), f.step_s, f.memory_bytes)
+                       bucket_bytes=tables.bucket_bytes(f.candidate),
+                       grad_dtype=limits.grad_dtype), f.step_s, f.memory_bytes)
         for f in hunt.best
     )  # fmt: skip
     return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..profile import Curve
 from .evaluate import after, summing
-from .memory import lasting, staying
+from .memory import lasting, so_far, staying
 from .space import SCHEDULES, Candidates
 from .tables import Array, Ints, Tables
 
@@ -120,10 +120,10 @@ class _Space:
             if len(rows):
                 zero, dp = self.zero[first[rows]][:, None], self.dp[first[rows]][:, None]
                 params, alike = tables.params(option), programs == self.common[first[rows[0]]]
-                stays, least = lasting(zero, dp, params, copies), params.trained[alike].min()
+                stays = lasting(zero, dp, params, copies)
                 found[0, rows] = stays.sum(axis=1) + tables.totals(option).trained
                 found[1, rows] = stays[:, alike].min(axis=1)
-                found[2, rows] = (least * staying(zero, dp))[:, 0]
+                found[2, rows] = so_far(zero, dp, params, tables.halved)[:, alike].min(axis=1)
         return found.take(which, 1)
 
     def backward(self) -> Array:

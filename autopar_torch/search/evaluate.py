@@ -70,7 +70,8 @@ class Pricer:
         self._lags: dict[tuple[object, ...], float] = {}
         self._weighed: dict[tuple[int, ...], tuple[Parts, int, float]] = {}
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
-                             tables.precision == "bfloat16", self.bucket)  # fmt: skip
+                             tables.precision == "bfloat16", self.bucket,
+                             tables.halved)  # fmt: skip
         self.closing = after(tables, c)
         self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 

@@ -23,7 +23,8 @@ class Memory:
     """
 
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
-                 fixed_bytes: float, copies: bool, bucket: float) -> None:  # fmt: skip
+                 fixed_bytes: float, copies: bool, bucket: float,
+                 halved: bool = False) -> None:  # fmt: skip
         self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
         self.lasting = lasting(c.zero, c.dp, params, copies)
         self.states = STATES * params.trained / (c.dp if c.zero else 1)
@@ -33,15 +34,17 @@ class Memory:
         self.drains = c.schedule == "1f1b" and not c.recompute
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
-        self.stays: float = staying(c.zero, c.dp)
+        self.stays = _sums(so_far(c.zero, c.dp, params, halved))
         self.flight = [in_flight(c, k) for k in range(c.pp)]
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
         """Most bytes on a device of a position that holds these stages."""
         base, trained, kept, stash, working, largest = self.fixed, 0.0, 0.0, 0.0, 0.0, 0.0
+        stays = 0.0
         for a, b in stages:
             base += self.params[b] - self.params[a]
             trained += self.trained[b] - self.trained[a]
+            stays += self.stays[b] - self.stays[a]
             kept += self.kept[b] - self.kept[a] + self.came[a]
             stash += self.stash[b] - self.stash[a] - (self.kept[b] - self.kept[a])
             working = max(working, max(self.working[a:b]))
@@ -49,7 +52,7 @@ class Memory:
         running = self.flight[position] / len(stages) * kept
         running += max(working, stash + largest) if self.drains and position else working
         if self.again:
-            running += trained * self.stays
+            running += stays
         return base + max(running, self._packed(trained, largest))
 
     def _packed(self, trained: float, largest: float) -> float:
@@ -75,7 +78,7 @@ class Memory:
         running = self.flight[position] / len(stages) * kept
         if running < trained:  # the worst moment is that of the sums
             return found | {"gradients": trained, "messages": rest - trained}
-        grads = trained * self.stays if self.again else 0.0
+        grads = sum(self.stays[b] - self.stays[a] for a, b in stages) if self.again else 0.0
         return found | {"gradients": grads, "activations": running,
                         "working": rest - grads - running}  # fmt: skip
 
@@ -90,6 +93,13 @@ def lasting(zero: int | Ints, dp: int | Ints, params: Params, copies: bool) -> A
 def staying(zero: int | Ints, dp: int | Ints) -> Any:
     """The part of the gradients that is kept from one micro-batch to the next; of columns, too."""
     return 1.0 / dp ** (zero >= 2)
+
+
+def so_far(zero: int | Ints, dp: int | Ints, params: Params, halved: bool) -> Array:
+    """Per block: bytes of those gradients. What ZeRO 2 and 3 have summed is as the parameters are,
+    what is not summed yet may be as the leaves are."""
+    whole = params.leaf if halved else params.trained
+    return np.where(zero >= 2, params.trained * staying(zero, dp), whole)
 
 
 def in_flight(c: Candidate, position: int) -> float:

@@ -40,6 +40,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: bool | None = None
     max_virtual: int = 2
     precision: Precision = "float32"
+    grad_dtype: Precision = "float32"  # in which gradients are added up under bfloat16
     memory_bytes: Positive | None = None  # per device, instead of what the device has
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
@@ -168,7 +169,8 @@ def _allows(pinned: object, value: object) -> bool:
 
 def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
             precision: Precision = "float32", reason: str = "found by search",
-            bucket_bytes: int = BUCKET_BYTES) -> Plan:  # fmt: skip
+            bucket_bytes: int = BUCKET_BYTES,
+            grad_dtype: Precision = "float32") -> Plan:  # fmt: skip
     """The candidate written out: devices of a tensor group are neighbours, then stages."""
     option = options[candidate.option]
     tp, pp = option.degree, candidate.pp
@@ -187,8 +189,9 @@ def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Opti
         for r in range(candidate.dp)
     )
     return Plan(
-        replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason, bucket_bytes
-    )
+        replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason, bucket_bytes,
+        grad_dtype,
+    )  # fmt: skip
 
 
 def _numbered(option: Option) -> tuple[list[Sharding], list[int]]:

@@ -63,9 +63,11 @@ class Tables:
     """Looked up once per option, rows and kind; spread over the blocks by index."""
 
     def __init__(self, options: Sequence[Option], graph: ModelGraph, profile: Lookup,
-                 precision: Precision = "float32") -> None:  # fmt: skip
+                 precision: Precision = "float32",
+                 grad_dtype: Precision = "float32") -> None:  # fmt: skip
         self.options, self.graph, self.profile = options, graph, profile
         self.precision = precision
+        self.halved = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
         self._columns: dict[tuple[int, int, bool], Array] = {}
         self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}

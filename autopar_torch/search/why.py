@@ -41,7 +41,8 @@ class Case:
                       num_rows or self.num_rows, changed)  # fmt: skip
 
     def pricer(self, plan: Plan) -> tuple[Pricer, tuple[int, ...]]:
-        tables = Tables(self.options, self.graph, lookup(self.profile), plan.precision)
+        tables = Tables(self.options, self.graph, lookup(self.profile), plan.precision,
+                        plan.grad_dtype)  # fmt: skip
         found, borders = candidate_of(plan, self.options)
         return Pricer(tables, found, self.num_rows), borders
 

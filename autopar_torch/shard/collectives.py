@@ -324,12 +324,15 @@ class SyncBatchNorm(nn.Module):
                 running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:  # fmt: skip
         weight = x.new_ones(x.shape[1]) if weight is None else weight
         bias = x.new_zeros(x.shape[1]) if bias is None else bias
-        y, mean, var, total = cast(Any, _SyncNorm.apply(x, weight, bias, self.eps, self.axis))
+        wide = torch.promote_types(x.dtype, torch.float32)  # squares of bfloat16 are too coarse
+        args = (value.to(wide) for value in (x, weight, bias))
+        y, mean, var, total = cast(Any, _SyncNorm.apply(*args, self.eps, self.axis))
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                running_mean.lerp_(mean.detach(), self.momentum)
-                running_var.lerp_(var.detach() * total / (total - 1), self.momentum)
-        return cast(Tensor, y)
+                mean, var = (value.detach().to(running_mean.dtype) for value in (mean, var))
+                running_mean.lerp_(mean, self.momentum)
+                running_var.lerp_(var * total / (total - 1), self.momentum)
+        return cast(Tensor, y.to(x.dtype))
 
 
 class OwnRandom(nn.Module):

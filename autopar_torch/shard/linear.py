@@ -39,10 +39,15 @@ class WeightQueue:
         left = Counter(id(weight) for weight, _ in self.waiting)
         while self.waiting:
             weight, work = self.waiting.popleft()
-            weight.grad = work(weight.grad)
+            weight.grad = _first(weight, work) if weight.grad is None else work(weight.grad)
             left[id(weight)] -= 1
             if not left[id(weight)]:
                 done(weight)
+
+
+def _first(weight: Tensor, work: Work) -> Tensor:
+    """Gradients of a weight may be added up in more digits than the weight has."""
+    return work(None).to(weight.grad_dtype)
 
 
 def deliver(weight: Tensor, work: Work) -> Tensor | None:
@@ -59,7 +64,9 @@ def deliver(weight: Tensor, work: Work) -> Tensor | None:
 
 def product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Added to a total, if there is one."""
-    return a @ b if total is None else total.addmm_(a, b)
+    if total is None:
+        return a @ b
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
 def outer(x: Tensor, dy: Tensor, turned: bool) -> tuple[Tensor, Tensor]:

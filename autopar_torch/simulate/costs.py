@@ -49,6 +49,7 @@ class Bucket:
     num_bytes: float
     op: str  # "sum" or "scatter"
     steady: bool  # ZeRO 2 and 3 may sum it after every micro-batch
+    kept_bytes: float  # of the gradients that it is packed from
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,13 @@ class Costs:
         sizes = dict.fromkeys(range(first, last), 0.0)
         for name, block in latest.items():
             if shares[name].trained:
-                sizes[block] += _local_bytes(shares[name])
+                sizes[block] += _local_bytes(shares[name]) * self._kept(shares[name])
         return list(sizes.values())
+
+    def _kept(self, share: Share) -> float:
+        """Bytes in which gradients are added up, for each in which they arrive."""
+        least = item_bytes("bfloat16") if self.plan.keeps_bfloat16 else math.inf
+        return min(1.0, least / item_bytes(share.dtype))
 
     def _added(self, share: Share) -> float:
         """Where ZeRO 2 and 3 sum at once, only a rank's own part stays to be added to."""
@@ -163,11 +169,10 @@ class Costs:
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
         """It is complete with its earliest block: backward goes from last to first."""
         users = [u for s in group for u in self.graph.users(s.name) if first <= u < last]
-        size = sum(s.num_sent * item_bytes(s.dtype) for s in group)
-        zero = group[0].zero
-        ranks = group[0].team.ranks
-        return Bucket(min(users), ranks, float(size * (len(ranks) if zero else 1)),
-                      "scatter" if zero else "sum", group[0].steady)  # fmt: skip
+        zero, ranks = group[0].zero, group[0].team.ranks
+        size = sum(s.num_sent * item_bytes(s.dtype) for s in group) * (len(ranks) if zero else 1)
+        return Bucket(min(users), ranks, float(size), "scatter" if zero else "sum",
+                      group[0].steady, size * self._kept(group[0]))  # fmt: skip
 
     def _per_use(self, share: Share) -> bool:
         return self.plan.zero == 3 and share.steady

@@ -114,6 +114,8 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
         tally.send(bucket)
     for bucket in rest:
         tally.add(bucket)
+    alone = [b for c in own for b in c.buckets if len(b.ranks) == 1]
+    tally.grads += sum(b.num_bytes - b.kept_bytes for b in alone)  # as the parameters are
     tally.see(max((2 * c.largest_bytes for c in own), default=0.0))  # the update
     return tally.most
 
@@ -180,7 +182,7 @@ class _Tally:
 
     def expect(self, part: _Part, gone: Sequence[_Sent]) -> None:
         """Those that have left come anew."""
-        left = sum(sent.bucket.num_bytes for sent in gone)
+        left = sum(sent.bucket.kept_bytes for sent in gone)
         scale = min(1.0, left / part.any.grad_bytes) if left else 0.0
         self.coming |= {(part.stage, k): scale * size for k, size in enumerate(part.any.grads)}
 
@@ -190,7 +192,7 @@ class _Tally:
             return
         self.sent.add(sent)
         self.see(buffers=sent.bucket.num_bytes)
-        self.grads -= sent.bucket.num_bytes
+        self.grads -= sent.bucket.kept_bytes
         self.messages += sent.held_bytes
         self.see()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch.export.graph_signature import InputKind
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
+from .autocast import active
 from .call import Call, named_outputs
+from .casts import Casts
 
 LossFn = Callable[..., Tensor]
 _PREFIX = "model."
@@ -39,6 +41,7 @@ class Captured:
     sources: dict[str, Source]
     outputs: tuple[str, ...]
     consts: dict[str, Tensor]
+    autocast: torch.dtype | None  # what was computed with, where it was traced under autocast
 
 
 class _Flat(nn.Module):
@@ -46,12 +49,18 @@ class _Flat(nn.Module):
 
     def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None,
                  wanted: tuple[str, ...] | None,
-                 tell: Callable[[tuple[str, ...]], None]) -> None:  # fmt: skip
+                 tell: Callable[[tuple[str, ...]], None],
+                 dtype: torch.dtype | None) -> None:  # fmt: skip
         super().__init__()
+        self.dtype = dtype
         self.model, self.call, self.loss_fn, self.wanted = model, call, loss_fn, wanted
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with Casts(self.dtype) if self.dtype else contextlib.nullcontext():
+            return self._named(tensors)
+
+    def _named(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = self.call.rebuild(tensors)
         target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
         output = self.model(*args, **kwargs)
@@ -161,15 +170,15 @@ def capture(
     shapes: dict[str, ParamInfo],
     dtype: torch.dtype | None = None,
 ) -> Captured:
-    """Export without running, `dtype` for parameters and floating inputs if given."""
+    """Export without running, `dtype` for parameters if given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     told: list[tuple[str, ...]] = []
-    flat = _Flat(model, call, loss_fn, wanted, told.append)
+    flat = _Flat(model, call, loss_fn, wanted, told.append, dtype)
     flat.training = model.training
     names = dict(_canonical(model))
     with _fake_state(model, mode, device, shapes, dtype), _without_cache(model):
         try:
-            program = torch.export.export(flat, _inputs(call, mode, device, dtype), strict=False)
+            program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
         except AutoparError:
             raise
         except Exception as error:
@@ -184,7 +193,7 @@ def capture(
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-    return Captured(program.graph, program.graph_module, sources, told[-1], consts)
+    return Captured(program.graph, program.graph_module, sources, told[-1], consts, active(device))
 
 
 def _canonical(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -194,14 +203,12 @@ def _canonical(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, first[id(tensor)]
 
 
-def _inputs(call: Call, mode: FakeTensorMode, device: torch.device,
-            dtype: torch.dtype | None) -> tuple[Tensor, ...]:  # fmt: skip
+def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Tensor, ...]:
     made = []
     for shape, kind, rows in zip(call.shapes, call.dtypes, call.rows, strict=True):
         with mode:
             full = (ROWS, *shape[1:]) if rows else shape
-            made.append(torch.empty(full, dtype=dtype if dtype and kind.is_floating_point else kind,
-                                    device=device))  # fmt: skip
+            made.append(torch.empty(full, dtype=kind, device=device))
     return tuple(made)
 
 

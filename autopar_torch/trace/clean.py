@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from ..errors import TraceError
 from ..model import TensorInfo
+from .autocast import spell_out
 from .capture import Captured
 
 aten = torch.ops.aten
@@ -43,14 +44,15 @@ def is_mutable(node: fx.Node) -> bool:
 def flatten(captured: Captured) -> fx.Graph:
     """A new graph of plain ops with a TensorInfo on every node."""
     graph = fx.Graph()
-    graph.output(_copy(graph, captured.module, {}))
+    graph.output(_copy(graph, captured.module, {}, captured.autocast))
     _out_of_place(graph)
     _drop_no_ops(graph)
     _drop_dead(graph)
     return graph
 
 
-def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any]) -> Any:
+def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any],
+          autocast: torch.dtype | None) -> Any:  # fmt: skip
     """Copy the nodes of one (nested) graph and return what it returns."""
     for node in module.graph.nodes:
         if node.op == "output":
@@ -58,13 +60,17 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any]) -> Any:
         if node in env or "_assert" in str(node.target) or node.op == "get_attr":
             continue
         if "wrap_with_set_grad_enabled" in str(node.target):
-            env[node] = _inline(graph, node, module, env)
+            env[node] = _inline(graph, node, module, env, autocast)
+        elif "wrap_with_autocast" in str(node.target):
+            env[node] = _inline_autocast(graph, node, module, env, autocast)
         elif _picks_from_region(node, env):
             region, item = cast(Any, node.args)  # getitem of an inlined region
             env[node] = env[region][item]
         else:
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"info": _info(node.meta.get("val")), "module": _module_path(node)}
+            if autocast is not None:
+                spell_out(graph, node, new, autocast, _info)
             env[node] = new
     raise TraceError("a nested graph has no output", where=str(module))
 
@@ -74,13 +80,34 @@ def _picks_from_region(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
     return isinstance(first, fx.Node) and isinstance(env.get(first), tuple)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any]) -> Any:
-    enabled, inner_ref, *args = node.args
-    inner = getattr(module, str(cast(Any, inner_ref).target))
-    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-    inner_env = {p: env[cast(fx.Node, a)] for p, a in zip(places, args, strict=True)}
-    results = tuple(_copy(graph, inner, inner_env))
+def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
+            autocast: torch.dtype | None) -> Any:  # fmt: skip
+    enabled, inner, *args = node.args
+    results = _region(graph, inner, args, module, env, autocast)
     return results if enabled else tuple(_detached(graph, r) for r in results)
+
+
+def _inline_autocast(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
+                     outside: torch.dtype | None) -> Any:  # fmt: skip
+    kind, dtype, enabled, _, inner, *args = node.args
+    if any(kind != t.device.type for t in _tensors(node)):
+        own = outside  # autocast of another kind of device
+    else:
+        own = cast(Any, dtype) if enabled else None
+    return _region(graph, inner, args, module, env, own)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    values = (n.meta.get("val") for n in node.all_input_nodes)
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _region(graph: fx.Graph, ref: Any, args: list[Any], module: Any, env: dict[fx.Node, Any],
+            autocast: torch.dtype | None) -> tuple[Any, ...]:  # fmt: skip
+    inner = getattr(module, str(ref.target))
+    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    inner_env = {p: env[a] for p, a in zip(places, args, strict=True)}
+    return tuple(_copy(graph, inner, inner_env, autocast))
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:
