@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -18,12 +19,14 @@ from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
-from ..trace.call import Call, take_apart
+from ..trace.call import Call
 from . import checkpoint, shardings, state
+from .batches import SameBatch, Settle
 from .context import Prologue
 from .executor import Executor, Mail, neighbours
 from .handover import hand_over
 from .params import ParamStore, Reducer
+from .randomness import OwnNumbers, draws
 from .record import SILENT, Recorder, Silent, joined
 from .returned import returned
 from .stage import StageRunner
@@ -47,6 +50,7 @@ class Program:
                                              peers, model.device)  # fmt: skip
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
+        self.draws = world.size > 1 and draws(traced.programs.values())
         self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
 
@@ -83,6 +87,7 @@ class ParallelModel(nn.Module):
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Outcome | None = None  # the search behind the plan, if there was one
+        self.same_batch = SameBatch(world, self.guards.batches)
 
     # --- what the plan made of this rank ----------------------------------------------------
 
@@ -123,15 +128,14 @@ class ParallelModel(nn.Module):
         self.reducer = Reducer(self.store, blocks)
         self.buffers_by_name = dict(self.module.named_buffers())
         self._programs[(call.key, True)] = Program(traced, plan, self)
-        self._share_random_numbers()
+        group = next(s.devices for s in plan.replicas[self.replica].stages
+                     if self.world.rank in s.devices)  # fmt: skip
+        self.draw_as(min(group))
 
-    def _share_random_numbers(self) -> None:
+    def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
-        if self.world.size > 1:
-            seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
-            stages = self.plan.replicas[self.replica].stages
-            group = next(s.devices for s in stages if self.world.rank in s.devices)
-            torch.manual_seed((seed + min(group)) % 2**63)
+        seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
+        self.numbers = OwnNumbers(seed, place, self.device)
 
     def replica_axis(self, stage: int) -> Any:
         """The ranks that have this rank's place in the other replicas."""
@@ -142,20 +146,24 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
-        call, tensors = take_apart(args, kwargs)
+        call, tensors, settle = self.same_batch.take(args, kwargs, self.training)
         tensors = [t.to(self.device) for t in tensors]
         if self._plan is None:
+            settle()
             self._prepare(self, call, tensors)
         if self.fallback_reason:
+            settle()
             return cast(Any, self.fallback)(call, tensors)
         train = self.training and torch.is_grad_enabled()
-        program = self._program(call)
-        results = self._run(program, call, tensors, train)
+        program = self._program(call, settle)
+        with self.numbers.drawing() if program.draws else contextlib.nullcontext():
+            results = self._run(program, call, tensors, train, settle)
         return returned(results, program.traced.outputs)
 
-    def _program(self, call: Call) -> Program:
+    def _program(self, call: Call, settle: Settle) -> Program:
         key = (call.key, self.training)
         if key not in self._programs:
+            settle()
             wanted = ("loss", *self.outputs) if self.training else None
             traced = cast(Any, self.retrace)(call, self.training, wanted)
             rows = max(1, call.num_rows // self.plan.num_micro_batches)
@@ -164,16 +172,19 @@ class ParallelModel(nn.Module):
         return self._programs[key]
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
-             train: bool) -> dict[str, Tensor]:  # fmt: skip
+             train: bool, settle: Settle) -> dict[str, Tensor]:  # fmt: skip
         spans = self.micro_batches(call.num_rows)
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
         replica = self.plan.replicas[self.replica]
+        try:
+            with self.recorder.computing("batch"):
+                whole = program.prologue.for_batch(call, tensors)
+        finally:
+            settle()  # before this step's first message
         with self.recorder.computing("refresh"):
             self.store.refresh()
         if train:
             self.reducer.begin(in_step)
-        with self.recorder.computing("batch"):
-            whole = program.prologue.for_batch(call, tensors)
         cache: dict[int, dict[str, Any]] = {}
 
         def context(_: int, mb: int) -> dict[str, Any]:
