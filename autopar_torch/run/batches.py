@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,12 @@ WHY = ("a DistributedSampler, a loader that accelerate or a Trainer has cut, a s
        "shuffle without a seed that all share")  # fmt: skip
 FIX = ("give every rank the global batch, in one order: each takes its rows of it by itself; "
        'guards={"batches": False} turns this off')  # fmt: skip
+MODES = ("training", "gradients", "state of the module")
+FIX_MODE = ("call model.train(), model.eval(), torch.no_grad() and whatever changes the module on "
+            "all ranks alike")  # fmt: skip
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Settle = Callable[[], None]
+Told = Callable[[], Mapping[str, str]]
 
 
 class SameBatch:
@@ -41,25 +47,25 @@ class SameBatch:
             call, tensors = take_apart(args, kwargs)
         except TraceError as error:
             what = error.what  # in case the others have a batch
-            self._asked(digest(what), lambda: {"batch": what})()
+            self._asked(digest(what), lambda: {"arguments": what}, dict)()
             raise
         mode = {"training": str(training), "gradients": str(torch.is_grad_enabled())}
         if not self.on:
             return call, tensors, _nothing
         values = self.num_calls <= FIRST or self.num_calls % EVERY == 0
         sums = [_checksum(t) for t in tensors] if values else []
-        number = digest(str(call.spec), call.leaves_shown, call.shapes, call.dtypes, mode,
-                        fingerprint, sums)  # fmt: skip
+        number = digest(str(call.spec), list(map(_plain, call.leaves)), call.shapes, call.dtypes,
+                        mode, fingerprint, sums)  # fmt: skip
 
         def facts() -> dict[str, str]:
-            return {**_facts(call, tensors), **mode, "module": f"{fingerprint:x}"}
+            return {**_facts(call, tensors), **mode, "state of the module": f"{fingerprint:x}"}
 
-        return call, tensors, self._asked(number, facts)
+        return call, tensors, self._asked(number, facts, lambda: _values(call, tensors))
 
-    def _asked(self, number: int, facts: Callable[[], Mapping[str, str]]) -> Settle:
+    def _asked(self, number: int, facts: Told, values: Told) -> Settle:
         if not self.on:
             return _nothing
-        alike, where = ask(self.world, number), f"call {self.num_calls} of the model"
+        alike = ask(self.world, number)
         done: list[bool] = []
 
         def settle() -> None:
@@ -67,16 +73,30 @@ class SameBatch:
                 return
             done.append(True)
             if not alike():
-                lines = differences(self.world, facts())
-                raise RunError("the ranks were called with different batches:\n    "
-                               + "\n    ".join(lines) + f"\n  usually: {WHY}",
-                               where=where, fix=FIX)  # fmt: skip
+                self._refuse(facts(), values())
 
         return settle
+
+    def _refuse(self, facts: Mapping[str, str], values: Mapping[str, str]) -> None:
+        """Say what differs; values only where nothing else does."""
+        lines = differences(self.world, facts) or differences(self.world, values)
+        modes = all(line.startswith(MODES) for line in lines)
+        raise RunError(
+            "the ranks were not called alike:\n    " + "\n    ".join(lines)
+            + ("" if modes else f"\n  usually: {WHY}"),
+            where=f"call {self.num_calls} of the model", fix=FIX_MODE if modes else FIX,
+        )  # fmt: skip
 
 
 def _nothing() -> None:
     """Nobody to ask."""
+
+
+def _plain(leaf: Any) -> str:
+    """What is no tensor, in the words that it has in every process."""
+    if isinstance(leaf, (set, frozenset)):
+        return f"{sorted(map(repr, leaf))}"
+    return _ADDRESS.sub("", shown(leaf))
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -85,17 +105,22 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _facts(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
-    """The call in words: first its rows, then what else may differ, last the values."""
-    named = dict(_named(call, tensors))
-    found = {"rows": str(call.num_rows), "arguments": ", ".join(named)}
-    for name, value in named.items():
+    """The call in words."""
+    named = list(_named(call, tensors))
+    found = {"rows": str(call.num_rows), "arguments": ", ".join(name for name, _ in named),
+             "structure": str(call.spec)}  # fmt: skip
+    for name, value in named:
         if isinstance(value, Tensor):
             kind = str(value.dtype).removeprefix("torch.")
             found[f"shape of {name}"] = f"{tuple(value.shape)} {kind}"
         else:
-            found[name] = shown(value)
-    return found | {f"values of {name}": f"checksum {_checksum(value):x}"
-                    for name, value in named.items() if isinstance(value, Tensor)}  # fmt: skip
+            found[name] = _plain(value)
+    return found
+
+
+def _values(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
+    return {f"values of {name}": f"checksum {_checksum(value):x}"
+            for name, value in _named(call, tensors) if isinstance(value, Tensor)}  # fmt: skip
 
 
 def _named(call: Call, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:

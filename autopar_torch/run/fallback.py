@@ -77,6 +77,8 @@ class _Step(nn.Module):
 
     def forward(self, call: Call, tensors: list[Tensor]) -> Any:
         parallel = self.parent[0]
+        if parallel.training and torch.is_grad_enabled():
+            parallel.begin_step()
         if parallel.world.size == 1:
             return self._step(call, tensors)
         with parallel.numbers.drawing(python=True), RowsApart(parallel.replica):
@@ -94,6 +96,8 @@ class _Step(nn.Module):
         grads = self._grads(parallel, loss) if train else []
         total = parallel.world.sum(loss.detach().clone())
         if train:
+            parts = {(rows.start, rows.stop): loss} if share else {}
+            parallel.losses.look(parallel.num_steps, parallel.replica, total, parts)
             total = hand_over(parallel._anchor, total, grads)
         return total if not parallel.outputs else Outputs(loss=total)
 

@@ -23,8 +23,10 @@ from ..trace.call import Call
 from . import checkpoint, shardings, state
 from .batches import SameBatch, Settle
 from .context import Prologue
+from .drift import Copy, Drift
 from .executor import Executor, Mail, neighbours
 from .handover import hand_over
+from .losses import Losses
 from .params import ParamStore, Reducer
 from .randomness import OwnNumbers, draws
 from .record import SILENT, Recorder, Silent, joined
@@ -87,7 +89,10 @@ class ParallelModel(nn.Module):
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Outcome | None = None  # the search behind the plan, if there was one
+        self.num_steps = 0  # of training that have begun
         self.same_batch = SameBatch(world, self.guards.batches)
+        self.losses = Losses(world, self.guards.nan)
+        self.drift = Drift(world, self.guards.drift_every)
 
     # --- what the plan made of this rank ----------------------------------------------------
 
@@ -181,6 +186,8 @@ class ParallelModel(nn.Module):
                 whole = program.prologue.for_batch(call, tensors)
         finally:
             settle()  # before this step's first message
+        if train:
+            self.begin_step()
         with self.recorder.computing("refresh"):
             self.store.refresh()
         if train:
@@ -211,9 +218,26 @@ class ParallelModel(nn.Module):
         with self.recorder.exchanging("outputs"):
             arrive(sums)
         if train:
+            parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
+            self.losses.look(self.num_steps, self.replica, values["loss"],
+                             parts if self._speaks else {})  # fmt: skip
             grads = self._finish_grads()
             values["loss"] = hand_over(self._anchor, values["loss"], grads)
         return values
+
+    def begin_step(self) -> None:
+        """One more step of training; the parameters are as the last one left them."""
+        self.num_steps += 1
+        self.drift.look(self.num_steps, self._copies)
+
+    def _copies(self) -> Iterator[Copy]:
+        if self.fallback_reason:
+            for name, param in self.module.named_parameters():
+                yield Copy(name, (), param)
+            return
+        for name, held in self.store.held.items():
+            if isinstance(held.tensor, nn.Parameter):
+                yield Copy(name, (held.boxes(), held.zero and held.own_rows()), held.tensor)
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
         """When everything happens in a real step on this batch (the quickest of `steps`).
@@ -245,12 +269,14 @@ class ParallelModel(nn.Module):
     def _outputs(self, program: Program, parts: dict[int, dict[str, Tensor]],
                  rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
         """This rank's addends of the outputs of the whole batch: what only it has."""
-        stage = self.plan.replicas[self.replica].stages[-1]
-        speaks = stage.devices[0] == self.world.rank
-        return {
-            name: self._addend(program, name, parts if speaks else {}, rows, num_rows)
-            for name in program.traced.outputs
-        }
+        parts = parts if self._speaks else {}
+        return {name: self._addend(program, name, parts, rows, num_rows)
+                for name in program.traced.outputs}  # fmt: skip
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank tells what its replica returns."""
+        return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
 
     def _addend(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
                 rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip

@@ -29,11 +29,8 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one trace can serve, whatever their number of rows."""
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
-        return (str(self.spec), self.leaves_shown, shapes, self.dtypes, self.rows)
-
-    @property
-    def leaves_shown(self) -> tuple[str, ...]:
-        return tuple(map(shown, self.leaves))
+        leaves = tuple(map(shown, self.leaves))
+        return (str(self.spec), leaves, shapes, self.dtypes, self.rows)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
