@@ -68,7 +68,8 @@ def parallelize(
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
-                      weights=weights is not None)  # fmt: skip
+                      weights=weights is not None,
+                      example_inputs=example_inputs is not None)  # fmt: skip
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
                         fix="0 tries none, confirm=8 the best eight")  # fmt: skip

@@ -153,5 +153,5 @@ def _described(model: nn.Module) -> Iterable[tuple[str, str]]:
     yield "modules", f"{digest(*(type(m).__qualname__ for m in model.modules())):016x}"
     for items in (model.named_parameters, model.named_buffers):
         for name, t in items(remove_duplicate=False):
-            trained = ", trained" if t.requires_grad else ""
-            yield name, f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{trained}"
+            kind = str(t.dtype).removeprefix("torch.") + ", trained" * t.requires_grad
+            yield name, f"{tuple(t.shape)} {kind}{', on meta' * t.is_meta}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from ..errors import RunError, TraceError
@@ -96,11 +97,14 @@ def _plain(leaf: Any) -> str:
     """What is no tensor, in the words that it has in every process."""
     if isinstance(leaf, (set, frozenset)):
         return f"{sorted(map(repr, leaf))}"
+    if isinstance(leaf, torch.device):
+        return leaf.type  # each rank has its own
     return _ADDRESS.sub("", shown(leaf))
 
 
 def _checksum(tensor: Tensor) -> int:
-    plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
+    plain &= not (tensor.is_meta or tensor.is_quantized)
     return checksum(tensor) if plain else 0
 
 

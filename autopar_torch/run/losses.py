@@ -36,7 +36,7 @@ class Losses:
         """`parts`: what this rank alone has of the loss, by rows of the global batch."""
         if not self.on:
             return
-        values = torch.stack([x.detach().reshape(()) for x in (total, *parts.values())])
+        values = torch.stack([x.detach().sum() for x in (total, *parts.values())])
         self.waiting.append(_on_its_way(step, values, tuple(parts)))
         while self.waiting and (not self.waiting[0].arrival or self.waiting[0].arrival.query()):
             self._judge(replica, self.waiting.pop(0))
