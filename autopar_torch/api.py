@@ -16,10 +16,11 @@ from .errors import AutoparError, PlanError, TraceError
 from .guards import Guards
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
-from .run import choose, fallback, observe, offline, shardings, survey, tracing, world
+from .run import agree, choose, fallback, observe, offline, shardings, survey, tracing, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
+from .run.randomness import untouched
 from .search.best import KEPT, Outcome
 from .search.explain import summary
 from .search.space import Constraints
@@ -61,15 +62,19 @@ def parallelize(
     a checkpoint folder) or from its own initialisation with `init_seed`. `guards` says what is
     watched while training (see Guards).
     """
-    if confirm < 0:
-        raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
-                        fix="0 tries none, confirm=8 the best eight")  # fmt: skip
     rank, size = world.start()
     device = world.device()
     place = world.World(rank, size)
+    plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
+    agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
+                      loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
+                      weights=weights is not None,
+                      example_inputs=example_inputs is not None)  # fmt: skip
+    if confirm < 0:
+        raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
+                        fix="0 tries none, confirm=8 the best eight")  # fmt: skip
     limits = _limits(constraints)
     watched = files.decode(files.encode(guards or {}), Guards, where="guards")
-    plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
         alone = plan is None
@@ -78,10 +83,11 @@ def parallelize(
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         source = lambda: full_values(model, place, device, init_seed, weights)  # noqa: E731
-        if given is None:
-            _find(parallel, call, tensors, limits, confirm, loss_fn, source)
-        else:
-            _adopt(parallel, call, given, loss_fn, source)
+        with untouched(device):
+            if given is None:
+                _find(parallel, call, tensors, limits, confirm, loss_fn, source)
+            else:
+                _adopt(parallel, call, given, loss_fn, source)
 
     parallel = ParallelModel(model, place, device, prepare, outputs, watched)
     own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
@@ -90,7 +96,8 @@ def parallelize(
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
-        call, tensors = take_apart(args, kwargs)
+        call, tensors, settle = parallel.same_batch.take(args, kwargs, model.training)
+        settle()
         prepare(parallel, call, tensors)
     return parallel
 
@@ -169,8 +176,10 @@ def measure(
     call, tensors = take_apart(*_as_call(example_inputs))
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
     traced = tracing.once(own, place)(call, True, ("loss",))
-    return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
-                          world.device(), observe.cluster_of(place), limits, seconds)  # fmt: skip
+    with untouched(world.device()):
+        return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
+                              world.device(), observe.cluster_of(place), limits,
+                              seconds)  # fmt: skip
 
 
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..guards import Guards
 from ..measure.stats import paced_medians
 from ..search.best import Choice, Outcome, varied
 from ..shard.watch import between, stamp
@@ -24,6 +25,7 @@ from .world import World
 
 # Rounds; who is slower than the best by that then stops.
 HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.04), (64, 1.02), (128, 1.0))
+UNWATCHED = Guards(batches=False, nan=False, drift_every=0)  # it is not the user's training
 ENOUGH_S = 45.0  # then no further heat begins
 
 
@@ -75,7 +77,8 @@ class _Trial:
         self.args, self.kwargs = call.rebuild(tensors)
         module = copy.deepcopy(parallel.module)
         world, device = parallel.world, parallel.device
-        self.model = ParallelModel(module, world, device, lambda *_: None, parallel.outputs)
+        self.model = ParallelModel(module, world, device, lambda *_: None, parallel.outputs,
+                                   UNWATCHED)  # fmt: skip
         self.model.retrace = parallel.retrace
         self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -102,9 +105,8 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     """The same search with its first `count` plans in the order of the clock."""
     first = Choice(found.plan, found.step_s, found.memory_bytes)
     tried = varied((first, *found.others), count)
-    with torch.random.fork_rng(devices=[]):
-        trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
-        rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
+    trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
+    rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
     times = paced_medians(rounds_s)
     order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))
     rest = [choice for choice in found.others if choice not in tried]

@@ -15,6 +15,7 @@ from ..plan import Plan
 from ..trace.call import Call, named_outputs
 from ..trace.capture import LossFn
 from .handover import hand_over
+from .randomness import RowsApart
 from .returned import Outputs
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         log.warning("not honoured, as the model cannot be traced: outputs")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
+    parallel.draw_as(0)
     parallel.fallback = _Step(parallel, loss_fn)
 
 
@@ -75,6 +77,15 @@ class _Step(nn.Module):
 
     def forward(self, call: Call, tensors: list[Tensor]) -> Any:
         parallel = self.parent[0]
+        if parallel.training and torch.is_grad_enabled():
+            parallel.begin_step()
+        if parallel.world.size == 1:
+            return self._step(call, tensors)
+        with parallel.numbers.drawing(python=True), RowsApart(parallel.replica):
+            return self._step(call, tensors)
+
+    def _step(self, call: Call, tensors: list[Tensor]) -> Any:
+        parallel = self.parent[0]
         rows = parallel.local_slice(call.num_rows)
         share = (rows.stop - rows.start) / call.num_rows
         train = parallel.training and torch.is_grad_enabled()
@@ -85,6 +96,8 @@ class _Step(nn.Module):
         grads = self._grads(parallel, loss) if train else []
         total = parallel.world.sum(loss.detach().clone())
         if train:
+            parts = {(rows.start, rows.stop): loss} if share else {}
+            parallel.losses.look(parallel.num_steps, parallel.replica, total, parts)
             total = hand_over(parallel._anchor, total, grads)
         return total if not parallel.outputs else Outputs(loss=total)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -18,12 +19,16 @@ from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced, autocast
-from ..trace.call import Call, take_apart
+from ..trace.call import Call
 from . import checkpoint, shardings, state
+from .batches import SameBatch, Settle
 from .context import Prologue
+from .drift import Copy, Drift
 from .executor import Executor, Mail, neighbours
 from .handover import LossScale, hand_over
+from .losses import Losses
 from .params import ParamStore, Reducer
+from .randomness import OwnNumbers, draws
 from .record import SILENT, Recorder, Silent, joined
 from .returned import returned
 from .stage import StageRunner
@@ -47,6 +52,7 @@ class Program:
                                              peers, model.device)  # fmt: skip
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
+        self.draws = world.size > 1 and draws(traced.programs.values())
         self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
 
@@ -84,6 +90,10 @@ class ParallelModel(nn.Module):
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Outcome | None = None  # the search behind the plan, if there was one
+        self.num_steps = 0  # of training that have begun
+        self.same_batch = SameBatch(world, self.guards.batches)
+        self.losses = Losses(world, self.guards.nan)
+        self.drift = Drift(world, self.guards.drift_every)
 
     # --- what the plan made of this rank ----------------------------------------------------
 
@@ -124,15 +134,14 @@ class ParallelModel(nn.Module):
         self.reducer = Reducer(self.store, blocks)
         self.buffers_by_name = dict(self.module.named_buffers())
         self._programs[self._key(call, True)] = Program(traced, plan, self)
-        self._share_random_numbers()
+        group = next(s.devices for s in plan.replicas[self.replica].stages
+                     if self.world.rank in s.devices)  # fmt: skip
+        self.draw_as(min(group))
 
-    def _share_random_numbers(self) -> None:
+    def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
-        if self.world.size > 1:
-            seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
-            stages = self.plan.replicas[self.replica].stages
-            group = next(s.devices for s in stages if self.world.rank in s.devices)
-            torch.manual_seed((seed + min(group)) % 2**63)
+        seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
+        self.numbers = OwnNumbers(seed, place, self.device)
 
     def replica_axis(self, stage: int) -> Any:
         """The ranks that have this rank's place in the other replicas."""
@@ -143,26 +152,31 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
-        call, tensors = take_apart(args, kwargs)
+        call, tensors, settle = self.same_batch.take(args, kwargs, self.training)
         tensors = [t.to(self.device) for t in tensors]
         if self._plan is None:
+            settle()
             self._prepare(self, call, tensors)
         if self.fallback_reason:
+            settle()
             return cast(Any, self.fallback)(call, tensors)
         train = self.training and torch.is_grad_enabled()
-        program = self._program(call)
+        program = self._program(call, settle)
         half = autocast.active(self.device) == torch.float16
         scale = self.loss_scale.value if half else 1.0
-        with torch.autocast(self.device.type, enabled=False):  # it is a part of the program
-            results = self._run(program, call, tensors, train, scale)
+        drawing = self.numbers.drawing() if program.draws else contextlib.nullcontext()
+        # Autocast is a part of the program.
+        with drawing, torch.autocast(self.device.type, enabled=False):
+            results = self._run(program, call, tensors, train, scale, settle)
         return returned(results, program.traced.outputs)
 
     def _key(self, call: Call, training: bool) -> tuple[Any, ...]:
         return call.key, training, autocast.active(self.device)
 
-    def _program(self, call: Call) -> Program:
+    def _program(self, call: Call, settle: Settle) -> Program:
         key = self._key(call, self.training)
         if key not in self._programs:
+            settle()
             wanted = ("loss", *self.outputs) if self.training else None
             traced = cast(Any, self.retrace)(call, self.training, wanted)
             rows = max(1, call.num_rows // self.plan.num_micro_batches)
@@ -171,18 +185,23 @@ class ParallelModel(nn.Module):
         return self._programs[key]
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
-             train: bool, scale: float) -> dict[str, Tensor]:  # fmt: skip
+             train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:  # fmt: skip
         for runner in program.stages.values():
             runner.loss_scale = scale
         spans = self.micro_batches(call.num_rows)
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
         replica = self.plan.replicas[self.replica]
+        try:
+            with self.recorder.computing("batch"):
+                whole = program.prologue.for_batch(call, tensors)
+        finally:
+            settle()  # before this step's first message
+        if train:
+            self.begin_step()
         with self.recorder.computing("refresh"):
             self.store.refresh()
         if train:
             self.reducer.begin(in_step)
-        with self.recorder.computing("batch"):
-            whole = program.prologue.for_batch(call, tensors)
         cache: dict[int, dict[str, Any]] = {}
 
         def context(_: int, mb: int) -> dict[str, Any]:
@@ -209,10 +228,27 @@ class ParallelModel(nn.Module):
         with self.recorder.exchanging("outputs"):
             arrive(sums)
         if train:
+            parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
+            self.losses.look(self.num_steps, self.replica, values["loss"],
+                             parts if self._speaks else {})  # fmt: skip
             grads = self._finish_grads()
             values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
                                        self.loss_scale)  # fmt: skip
         return values
+
+    def begin_step(self) -> None:
+        """One more step of training; the parameters are as the last one left them."""
+        self.num_steps += 1
+        self.drift.look(self.num_steps, self._copies)
+
+    def _copies(self) -> Iterator[Copy]:
+        if self.fallback_reason:
+            for name, param in self.module.named_parameters():
+                yield Copy(name, (), param)
+            return
+        for name, held in self.store.held.items():
+            if isinstance(held.tensor, nn.Parameter):
+                yield Copy(name, (held.boxes(), held.zero and held.own_rows()), held.tensor)
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
         """When everything happens in a real step on this batch (the quickest of `steps`).
@@ -244,12 +280,14 @@ class ParallelModel(nn.Module):
     def _outputs(self, program: Program, parts: dict[int, dict[str, Tensor]],
                  rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
         """This rank's addends of the outputs of the whole batch: what only it has."""
-        stage = self.plan.replicas[self.replica].stages[-1]
-        speaks = stage.devices[0] == self.world.rank
-        return {
-            name: self._addend(program, name, parts if speaks else {}, rows, num_rows)
-            for name in program.traced.outputs
-        }
+        parts = parts if self._speaks else {}
+        return {name: self._addend(program, name, parts, rows, num_rows)
+                for name in program.traced.outputs}  # fmt: skip
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank tells what its replica returns."""
+        return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
 
     def _addend(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
                 rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +13,7 @@ from ..plan import Precision, check_precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
 from ..trace.capture import LossFn, describe_params
+from .randomness import untouched
 from .world import World
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
@@ -27,7 +26,7 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
     def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
-        with _as_before(model):
+        with _as_before(model, device):
             model.train(training)
             return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted, params=known,
                          dtype=dtype)  # fmt: skip
@@ -36,19 +35,16 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Tracing runs forward as Python: it leaves no module in another mode, and draws no numbers
     that other ranks would not draw."""
     modes = [(module, module.training) for module in model.modules()]
-    drawn = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with untouched(device):
             yield
     finally:
         for module, training in modes:
             module.training = training
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
 
 
 def once(own: Tracer, place: World) -> Tracer:

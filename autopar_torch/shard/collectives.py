@@ -335,20 +335,34 @@ class SyncBatchNorm(nn.Module):
         return cast(Tensor, y.to(x.dtype))
 
 
-class OwnRandom(nn.Module):
-    """A random op on one part of a value: every part draws numbers of its own.
+def generator(device: torch.device) -> torch.Generator:
+    """What ops on a device draw from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index or 0]
 
-    The seed comes from the stream that the ranks of a tensor group share, so that whatever is whole
-    on each of them goes on drawing the same numbers.
+
+def draw_apart(op: Any, place: int, device: torch.device, args: Any, kwargs: Any) -> Any:
+    """Run an op with numbers that each place draws for itself.
+
+    The seed comes from the stream that all places share, so that whatever is whole on each of them
+    goes on drawing the same numbers.
     """
+    seed, own = int(torch.randint(2**62, ())) + place, generator(device)
+    before = own.get_state()
+    own.manual_seed(seed)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        own.set_state(before)
+
+
+class OwnRandom(nn.Module):
+    """A random op on one part of a value: every part draws numbers of its own."""
 
     def __init__(self, op: Any, place: int) -> None:
         super().__init__()
         self.op, self.place = op, place
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        seed = int(torch.randint(2**62, ())) + self.place
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            return cast(Tensor, self.op(*args, **kwargs))
+        return cast(Tensor, draw_apart(self.op, self.place, args[0].device, args, kwargs))

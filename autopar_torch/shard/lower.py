@@ -220,7 +220,7 @@ class Lowering:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
             module = SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
-        if choice is not None and _is_random(node) and self._place_of(choice.out) is not None:
+        if choice is not None and is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
         if choice is not None and name == "embedding" and PARTIAL in choice.out:
             owner = self._owner(choice.out, PARTIAL)
@@ -315,7 +315,7 @@ _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3
          "conv_transpose1d": 2, "conv_transpose2d": 2, "conv_transpose3d": 2}  # fmt: skip
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Whether an op draws numbers (dropout that drops nothing was removed when tracing)."""
     if op_name(node) == "scaled_dot_product_attention":
         return bool(Op(node).arg(4, "dropout_p", 0.0))

@@ -29,7 +29,7 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one trace can serve, whatever their number of rows."""
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
-        leaves = tuple(map(_shown, self.leaves))
+        leaves = tuple(map(shown, self.leaves))
         return (str(self.spec), leaves, shapes, self.dtypes, self.rows)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -44,7 +44,7 @@ class Call:
         return [t[start:end] if r else t for t, r in zip(tensors, self.rows, strict=True)]
 
 
-def _shown(leaf: Any) -> str:
+def shown(leaf: Any) -> str:
     """The same on every rank: never an address."""
     shown = repr(leaf)
     return type(leaf).__qualname__ if shown == object.__repr__(leaf) else shown

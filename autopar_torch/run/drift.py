@@ -1,0 +1,85 @@
+"""Copies of a parameter stay equal: now and then their checksums are compared over all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from .. import files
+from ..errors import RunError
+from ..shard.collectives import arrive
+from .agree import checksum, digest, ranks_text
+from .world import World
+
+SECOND = 2  # the first step after the optimizer's first
+_NOT_HERE = -(2**62)  # never the most
+
+
+class Copy(NamedTuple):
+    """Elements of a parameter that this rank holds: `part` is equal where they are the same."""
+
+    name: str
+    part: object
+    tensor: Tensor
+
+
+class _Told(msgspec.Struct):
+    """A copy in words: its place among the parameters, its name and its checksum."""
+
+    place: int
+    name: str
+    checksum: int
+
+
+class Drift:
+    """Looks before a step whether the ranks that hold the same elements still do."""
+
+    def __init__(self, world: World, every: int) -> None:
+        self.world, self.every = world, every if world.size > 1 else 0
+        self.shared: list[int] | None = None  # parts that several ranks hold
+
+    def look(self, step: int, copies: Callable[[], Iterable[Copy]]) -> None:
+        """All ranks must call this, before the step communicates."""
+        if not self.every or (step % self.every and step != SECOND):
+            return
+        own = {digest(c.name, c.part): c for c in copies() if c.tensor.numel()}
+        if self.shared is None:
+            self.shared = self._held_by_several(own)
+        sums = {part: checksum(own[part].tensor) for part in self.shared if part in own}
+        bounds = torch.tensor([[sign * sums[part] if part in sums else _NOT_HERE
+                                for part in self.shared] for sign in (1, -1)])  # fmt: skip
+        arrive(self.world.start_max(bounds))
+        most, least = bounds.tolist()
+        apart = [p for p, a, b in zip(self.shared, most, least, strict=True) if a != -b]
+        if apart:
+            names = {part: place for place, part in enumerate(own)}
+            self._refuse(step, [_Told(names[p], own[p].name, sums[p]) if p in own else None
+                                for p in apart])  # fmt: skip
+
+    def _held_by_several(self, own: Iterable[int]) -> list[int]:
+        everyone = self.world.exchange(files.encode(list(own)))
+        count = Counter(part for parts in everyone for part in files.decode(parts, list[int]))
+        return sorted(part for part, ranks in count.items() if ranks > 1)
+
+    def _refuse(self, step: int, own: list[_Told | None]) -> None:
+        everyone = [files.decode(data, list[_Told | None])
+                    for data in self.world.exchange(files.encode(own))]  # fmt: skip
+        columns = [[(rank, told) for rank, told in enumerate(column) if told is not None]
+                   for column in zip(*everyone, strict=True)]  # fmt: skip
+        first = min(columns, key=lambda column: column[0][1].place)
+        ranks: dict[int, list[int]] = {}
+        for rank, told in first:
+            ranks.setdefault(told.checksum, []).append(rank)
+        held = "; ".join(f"{ranks_text(which)} checksum {sum_:x}" for sum_, which in ranks.items())
+        raise RunError(
+            f"before step {step} {first[0][1].name} is not the same on all ranks that hold it, "
+            f"as {len(own)} of {len(self.shared or ())} shared parameters", where=held,
+            fix="find what changed it on some ranks only: an update by hand, a load or an "
+            "optimizer that one rank has alone, memory that fails; where devices round otherwise, "
+            'guards={"drift_every": 0} turns this off',
+        )  # fmt: skip
