@@ -66,9 +66,9 @@ def parallelize(
                         fix="0 tries none, confirm=8 the best eight")  # fmt: skip
     rank, size = world.start()
     device = world.device()
-    place = world.World(rank, size)
     limits = _limits(constraints)
     watched = files.decode(files.encode(guards or {}), Guards, where="guards")
+    place = world.World(rank, size, watched.timeout_s)
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
