@@ -92,7 +92,7 @@ class Word:
                 trace: TracebackType | None) -> None:  # fmt: skip
         if os.getpid() == self.pid:
             self.told(error)
-            _record(error)
+            _record(error.with_traceback(trace))
         self.hook(kind, error, trace)
 
     def _finished(self) -> None:
@@ -135,4 +135,7 @@ def _record(error: BaseException) -> None:
     if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        try:
+            raise error
+        except Exception:  # it writes down what is being handled
+            get_error_handler().record_exception(error)

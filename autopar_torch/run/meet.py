@@ -67,7 +67,7 @@ def _store(host: str, port: int, rank: int, deadline: float) -> Any:
         return TCPStore(host, port, is_master=False, timeout=patience)
     listening: dict[str, Any] = {}
     if one_node() and _is_loopback(host):
-        listening["master_listen_fd"] = listen(port)
+        listening["master_listen_fd"] = listen(port).detach()
     try:
         return TCPStore(host, port, is_master=True, timeout=patience, multi_tenant=True,
                         wait_for_workers=False, **listening)  # fmt: skip
@@ -75,16 +75,17 @@ def _store(host: str, port: int, rank: int, deadline: float) -> Any:
         raise _taken(host, port) from error
 
 
-def listen(port: int) -> int:
-    """A socket that only this machine reaches (a store of its own listens to the whole world)."""
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((HERE, port))
-        except OSError as error:
-            raise _taken(HERE, port) from error
-        bound.listen(1024)
-        return bound.detach()
+def listen(port: int) -> socket.socket:
+    """A socket that only this machine reaches (what a store opens itself listens to the world)."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((HERE, port))
+    except OSError as error:
+        bound.close()
+        raise _taken(HERE, port) from error
+    bound.listen(1024)
+    return bound
 
 
 def _taken(host: str, port: int) -> RunError:

@@ -142,7 +142,8 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
-        with self.world.doing("forward"):
+        train = self.training and torch.is_grad_enabled()
+        with self.world.doing("forward" if train else "evaluation"):
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,25 +279,25 @@ class ParallelModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
-        with self.world.doing("state_dict"):
+        with self.world.meeting("state_dict"):
             return state.full_state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip
         """Take full tensors; every rank keeps its part."""
-        with self.world.doing("load_state_dict"):
+        with self.world.meeting("load_state_dict"):
             return state.load_full(self, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
         """Write a checkpoint that any plan can load."""
-        with self.world.doing("save"):
+        with self.world.meeting("save"):
             checkpoint.save(self, folder, optimizer)
 
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
         """Read a checkpoint written under any plan."""
-        with self.world.doing("load"):
+        with self.world.meeting("load"):
             checkpoint.load(self, folder, optimizer)
 
     def explain(self, name: str) -> str:

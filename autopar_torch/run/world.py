@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,13 +66,24 @@ class World:
         self.timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * PATIENCE * limit_s))
         self.groups: dict[tuple[int, ...], Any] = {}
         self.lanes: tuple[Any, Any] = (None, None)
+        self.aside: Any = None  # a group of all ranks for what is no part of a step
         if not torch.cuda.is_available():
             heap.keep()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":
                 self.open_lanes()
+            self.aside = self._group()
             transport.make_polite()
+
+    @contextlib.contextmanager
+    def meeting(self, name: str) -> Iterator[None]:
+        """A call that scripts make now and then, and by mistake on one rank alone. So all meet
+        first, where a step of the others cannot be taken for it (Gloo would abort the process)."""
+        with self.doing(name):
+            if self.size > 1:
+                dist.all_reduce(torch.zeros(1, device=device()), group=self.aside)
+            yield
 
     def open_lanes(self) -> None:
         """NCCL runs what two ranks exchange in a group strictly in order: a receive that is posted
@@ -149,13 +161,13 @@ class World:
         return found
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
-        arrive(self.start_sum(x))
+        """Sum over all ranks, in place; aside from the sums of a step."""
+        arrive(self.start_sum(x, self.aside))
         return x
 
-    def start_sum(self, x: Tensor) -> list[Any]:
+    def start_sum(self, x: Tensor, group: Any = None) -> list[Any]:
         """What to wait for until x is its sum over all ranks."""
-        return [dist.all_reduce(x, async_op=True)] if self.size > 1 else []
+        return [dist.all_reduce(x, group=group, async_op=True)] if self.size > 1 else []
 
     def agree(self, data: bytes, source: int = 0) -> bytes:
         """One rank's bytes on every rank."""
