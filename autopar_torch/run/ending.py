@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -119,8 +120,10 @@ class Word:
     def _on_sigterm(self, *_: Any) -> None:
         self.terminated()
 
-    def heard(self, data: bytes) -> bool:
-        """Whether these bytes say that this rank has to end, and nobody else sees to it."""
+    def comes(self, within_s: float) -> bool:
+        """Wait; whether this rank was told to end, and nobody else sees to it."""
+        ready = [] if self.woken is None else [self.woken]
+        data = b"".join(os.read(end, 64) for end in select.select(ready, [], [], within_s)[0])
         return signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
     def _forget(self) -> None:
