@@ -64,7 +64,8 @@ def parallelize(
     """
     rank, size = world.start()
     device = world.device()
-    place = world.World(rank, size)
+    watched = files.decode(files.encode(guards or {}), Guards, where="guards")
+    place = world.World(rank, size, watched.timeout_s)
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
@@ -74,7 +75,6 @@ def parallelize(
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
                         fix="0 tries none, confirm=8 the best eight")  # fmt: skip
     limits = _limits(constraints)
-    watched = files.decode(files.encode(guards or {}), Guards, where="guards")
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
         alone = plan is None

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-import subprocess
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ EXIT_CODES: dict[type[AutoparError], int] = {
     SearchError: 3, FileError: 4, PlanError: 4, TraceError: 4, ProfileError: 5, RunError: 6,
 }  # fmt: skip
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-MODEL = "module:function or file.py:function that returns (model, inputs)"
+MODEL = "module:function or file.py:function that returns (model, inputs); its code is run"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = 0 if given[:1] == ["run"] else len(given)  # what follows `run` is for others
     given[:own] = [re.sub("(?<=[a-z])_", "-", a) if a.startswith("--") and "=" not in a else a
                    for a in given[:own]]  # fmt: skip
-    options = _parser().parse_args(given)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(given)
+    if unknown and options.command is not _run:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if unknown:  # options of torchrun come before the script
+        options.rest = [*unknown, *options.rest]
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[autopar] %(message)s")
     try:
         command: Callable[[argparse.Namespace], int] = options.command
@@ -68,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=float, default=QUICK_S,
                           help=f"time to spend after a first look ({QUICK_S:.0f})")  # fmt: skip
-    run = verbs.add_parser("run", help="start a script under torchrun")
+    run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
     run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
     run.add_argument("--print", action="store_true", help="only show the command")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="[torchrun options] script ...")
@@ -162,13 +167,15 @@ def _run(options: argparse.Namespace) -> int:
     rest = options.rest[options.rest[:1] == ["--"] :]
     start = [] if any("nproc" in a or "nnodes" in a for a in rest) else [
         "--standalone", "--nproc-per-node", str(count)]  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", *start, *rest]
     plan = str(Path(options.plan).resolve())
-    print(f"AUTOPAR_PLAN={plan} {' '.join(command)}", file=sys.stderr)
+    print(f"AUTOPAR_PLAN={plan} torchrun {shlex.join([*start, *rest])}", file=sys.stderr)
     if options.print:
         return 0
-    done = subprocess.run(command, env={**os.environ, "AUTOPAR_PLAN": plan}, check=False)
-    return 0 if done.returncode == 0 else 6
+    from .run import launcher
+
+    os.environ["AUTOPAR_PLAN"] = plan
+    launcher.launch([*start, *rest])
+    return 0
 
 
 # --- in and out -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ set -euo pipefail
 [ $# -gt 0 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# After a restart the ranks must meet in a new store, not find the addresses of the dead.
+# A node that joins later would look for the ranks' store where the first attempt had it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun \

@@ -6,8 +6,6 @@ set -euo pipefail
 [ $# -gt 0 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# After a restart the ranks must meet in a new store, not find the addresses of the dead.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --standalone \
     --nproc-per-node "${RANKS_PER_NODE:-auto}" \

@@ -40,7 +40,15 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
            kept: int = KEPT) -> Outcome:  # fmt: skip
     """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
     cluster = cluster_of(world)
-    known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
+    with world.doing("measuring"):
+        known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
+    with world.doing("searching"):
+        return _found_by_all(traced, call, world, known, limits, kept)
+
+
+def _found_by_all(traced: Traced, call: Call, world: World, known: Known, limits: Constraints,
+                  kept: int) -> Outcome:  # fmt: skip
+    """Rank 0 searches for all."""
     error: AutoparError | None = None
     found = None
     if world.rank == 0:

@@ -155,7 +155,7 @@ class Executor:
         }  # fmt: skip
 
     def _do(self, action: Action) -> None:
-        stage, op, mb = action
+        stage, op, mb = self.mail.world.watch.action = action
         match op:
             case Op.RECV_F | Op.RECV_B:
                 self.context(stage, mb)  # while the message is on its way

@@ -152,6 +152,11 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
+        train = self.training and torch.is_grad_enabled()
+        with self.world.doing("forward" if train else "evaluation"):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, tensors, settle = self.same_batch.take(args, kwargs, self.training)
         tensors = [t.to(self.device) for t in tensors]
         if self._plan is None:
@@ -320,26 +325,31 @@ class ParallelModel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`."""
-        return state.clip_grad_norm(self, max_norm)
+        with self.world.doing("clip_grad_norm_"):
+            return state.clip_grad_norm(self, max_norm)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
-        return state.full_state(self)
+        with self.world.meeting("state_dict"):
+            return state.full_state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip
         """Take full tensors; every rank keeps its part."""
-        return state.load_full(self, state_dict, strict)
+        with self.world.meeting("load_state_dict"):
+            return state.load_full(self, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
         """Write a checkpoint that any plan can load."""
-        checkpoint.save(self, folder, optimizer)
+        with self.world.meeting("save"):
+            checkpoint.save(self, folder, optimizer)
 
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
         """Read a checkpoint written under any plan."""
-        checkpoint.load(self, folder, optimizer)
+        with self.world.meeting("load"):
+            checkpoint.load(self, folder, optimizer)
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""

@@ -54,6 +54,10 @@ def once(own: Tracer, place: World) -> Tracer:
         return own
 
     def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
+        with place.doing("tracing"):
+            return by_rank_0(call, training, wanted)
+
+    def by_rank_0(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
         data, failed = b"", None
         if place.rank == 0:
             try:

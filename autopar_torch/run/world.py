@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,9 +18,11 @@ from ..errors import RunError
 from ..plan import Stage
 from ..shard.collectives import Axis, arrive
 from ..shard.holdings import axis_ranks, place_in
-from . import heap, transport
+from . import ending, heap, transport
+from .meet import meet, one_node
+from .watch import PATIENCE, watching
 
-TIMEOUT_S = 300
+TIMEOUT_S = 1800.0  # of process groups: the watch ends a wait long before
 T = TypeVar("T")
 
 
@@ -27,13 +31,23 @@ def start() -> tuple[int, int]:
     if not dist.is_available():
         return 0, 1
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        _join()
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def _join() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if one_node() and "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to reach the ranks
+    store = meet(rank, size)
+    with ending.opening():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                timeout=datetime.timedelta(seconds=TIMEOUT_S))  # fmt: skip
 
 
 def device() -> torch.device:
@@ -45,27 +59,43 @@ def device() -> torch.device:
 class World:
     """This rank's place, and the groups it shares with others."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, limit_s: float = 60.0) -> None:
         self.rank, self.size = rank, size
+        self.watch = watching(rank, size, limit_s)
+        self.doing = self.watch.doing
+        self.timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * PATIENCE * limit_s))
         self.groups: dict[tuple[int, ...], Any] = {}
         self.lanes: tuple[Any, Any] = (None, None)
         self.words: Any = None  # the group of what is said between CPUs (None: the usual one)
+        self.aside: Any = None  # a group of all ranks for what is no part of a step
         if not torch.cuda.is_available():
             heap.keep()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":
                 self.open_lanes()
-                timeout = datetime.timedelta(seconds=TIMEOUT_S)
-                self.words = dist.new_group(backend="gloo", timeout=timeout)
+                self.words = dist.new_group(backend="gloo", timeout=self.timeout)
+            self.aside = self._group()
             transport.make_polite()
+
+    @contextlib.contextmanager
+    def meeting(self, name: str) -> Iterator[None]:
+        """A call that scripts make now and then, and by mistake on one rank alone. So all meet
+        first, where a step of the others cannot be taken for it (Gloo would abort the process)."""
+        with self.doing(name):
+            if self.size > 1:
+                dist.all_reduce(torch.zeros(1, device=device()), group=self.aside)
+            yield
 
     def open_lanes(self) -> None:
         """NCCL runs what two ranks exchange in a group strictly in order: a receive that is posted
         early would keep back the message that the other side waits for. So each group here carries
         messages between two ranks one way only."""
-        timeout = datetime.timedelta(seconds=TIMEOUT_S)
-        self.lanes = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
+        self.lanes = self._group(), self._group()
+
+    def _group(self, ranks: list[int] | None = None) -> Any:
+        with ending.opening():
+            return dist.new_group(ranks, timeout=self.timeout)
 
     def enter_lanes(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The first message between two ranks in a group makes both wait for each other: that
@@ -85,8 +115,7 @@ class World:
         """Every rank must call this with the same sets."""
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self.groups:
-                timeout = datetime.timedelta(seconds=TIMEOUT_S)
-                self.groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+                self.groups[ranks] = self._group(list(ranks))
         transport.make_polite()
 
     def axis(self, ranks: tuple[int, ...]) -> Axis | None:
@@ -152,24 +181,24 @@ class World:
         return [dist.all_reduce(x, dist.ReduceOp.MAX, group=self.words, async_op=True)]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
-        arrive(self.start_sum(x))
+        """Sum over all ranks, in place; aside from the sums of a step."""
+        arrive(self.start_sum(x, self.aside))
         return x
 
-    def start_sum(self, x: Tensor) -> list[Any]:
+    def start_sum(self, x: Tensor, group: Any = None) -> list[Any]:
         """What to wait for until x is its sum over all ranks."""
-        return [dist.all_reduce(x, async_op=True)] if self.size > 1 else []
+        return [dist.all_reduce(x, group=group, async_op=True)] if self.size > 1 else []
 
-    def agree(self, data: bytes) -> bytes:
-        """Rank 0's bytes on every rank."""
+    def agree(self, data: bytes, source: int = 0) -> bytes:
+        """One rank's bytes on every rank."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)], dtype=torch.int64, device=device())
-        dist.broadcast(length, 0)
+        dist.broadcast(length, source)
         buffer = torch.zeros(int(length), dtype=torch.uint8, device=device())
-        if self.rank == 0:
+        if self.rank == source:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, 0)
+        dist.broadcast(buffer, source)
         return bytes(buffer.cpu().numpy())
 
     def together(self, error: Exception | None) -> None:
@@ -178,10 +207,10 @@ class World:
             if error is not None:
                 raise error
             return
-        flag = torch.tensor([0 if error is None else 1], device=device())
-        dist.all_reduce(flag)
-        if error is not None:
-            raise error
-        if int(flag):
-            raise RunError(f"{int(flag)} other rank(s) refused to go on; see their messages",
-                           where=f"rank {self.rank}")  # fmt: skip
+        first = torch.tensor([self.size if error is None else self.rank], device=device())
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        source = int(first)
+        if source < self.size:
+            told = self.agree(f"{type(error).__name__}: {error}".encode(), source).decode()
+            raise error or RunError(f"rank {source} refused to go on: {told}",
+                                    where=f"rank {self.rank}")  # fmt: skip

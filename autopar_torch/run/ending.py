@@ -1,0 +1,144 @@
+"""How a rank ends: what it leaves word of, and how a wait that has no end is ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+log = logging.getLogger("autopar_torch")
+STATUS = 6  # of a rank that gives up
+FDS = "/proc/self/fd"
+
+_lines: dict[int, str] = {}  # connections of the process groups: descriptor -> what it is
+
+
+# --- ending a wait --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """Remember the connections that a new process group makes. Gloo waits for its peers in C++ and
+    has no call that ends a wait (`abort` does nothing), but it notices a connection that ends."""
+    before = _sockets()
+    yield
+    _lines.update({fd: what for fd, what in _sockets().items() if before.get(fd) != what})
+
+
+def _sockets() -> dict[int, str]:
+    found = {}
+    for name in os.listdir(FDS) if os.path.isdir(FDS) else ():
+        with contextlib.suppress(OSError):  # it was closed in the meantime
+            what = os.readlink(f"{FDS}/{name}")
+            if what.startswith("socket:"):
+                found[int(name)] = what
+    return found
+
+
+def cut() -> None:
+    """Wake whoever waits for a peer: the wait ends with an error."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+        return
+    now = _sockets()
+    for fd, what in _lines.items():
+        if now.get(fd) == what:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as line:
+                if not line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    line.shutdown(socket.SHUT_RDWR)
+
+
+def show_stacks() -> None:
+    """Where every thread of this rank is."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # there may be no stderr
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+
+
+def give_up(status: int = STATUS) -> None:
+    """End this process at once, whatever its main thread waits for."""
+    for handler in (*log.handlers, *logging.getLogger().handlers):
+        handler.flush()
+    os._exit(status)
+
+
+# --- leaving word ---------------------------------------------------------------------------------
+
+
+class Word:
+    """Has this rank say how it ended: by an exception, by the end of its script, or by SIGTERM."""
+
+    def __init__(self, ended: Callable[[str], None], told: Callable[[BaseException], None],
+                 terminated: Callable[[], None]) -> None:  # fmt: skip
+        self.ended, self.told, self.terminated = ended, told, terminated
+        self.pid = os.getpid()
+        self.hook = sys.excepthook
+        sys.excepthook = self._failed
+        atexit.register(self._finished)
+        self.woken = self._listen()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _failed(self, kind: type[BaseException], error: BaseException,
+                trace: TracebackType | None) -> None:  # fmt: skip
+        if os.getpid() == self.pid:
+            self.told(error)
+            _record(error.with_traceback(trace))
+        self.hook(kind, error, trace)
+
+    def _finished(self) -> None:
+        if os.getpid() == self.pid:
+            self.ended("")
+
+    # torchrun ends the others 0.1 s after a rank died, and a main thread that computes would learn
+    # of neither. The pipe wakes the watch in any case.
+
+    def _listen(self) -> int | None:
+        """The end of a pipe to which Python writes a byte as soon as a signal comes."""
+        mine = threading.current_thread() is threading.main_thread()
+        if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return None  # the script handles it
+        self.pipe = os.pipe()
+        os.set_blocking(self.pipe[1], False)
+        other = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            return None
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        return self.pipe[0]
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self.terminated()
+
+    def comes(self, within_s: float) -> bool:
+        """Wait; whether this rank was told to end, and nobody else sees to it."""
+        ready = [] if self.woken is None else [self.woken]
+        data = b"".join(os.read(end, 64) for end in select.select(ready, [], [], within_s)[0])
+        return signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm
+
+    def _forget(self) -> None:
+        """A child of this process is no rank: its signals are its own."""
+        if self.woken is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _record(error: BaseException) -> None:
+    """The file from which torchrun's summary takes a traceback."""
+    if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error
+        except Exception:  # it writes down what is being handled
+            get_error_handler().record_exception(error)

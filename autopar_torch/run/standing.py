@@ -1,0 +1,190 @@
+"""How ranks stand to each other: what each does, and who of them is the cause that others wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from msgspec import Struct
+
+IN_CODE = "in your code"
+STOPPED = "its process is stopped (SIGSTOP)"
+HELD = "its Python does not run (held by code in C?), or its machine is away"
+LIBRARIES = (f"{os.sep}autopar_torch{os.sep}", f"{os.sep}torch{os.sep}", "<",
+             f"{os.sep}contextlib.py", f"{os.sep}threading.py")  # fmt: skip
+MOST_NAMED = 4
+
+
+class Call(Struct, frozen=True):
+    """A call that all ranks make together, counted, and the one before."""
+
+    number: int
+    name: str
+    before: str = ""
+
+    def then(self, name: str) -> Call:
+        return Call(self.number + 1, name, self.name)
+
+    def name_of(self, number: int) -> str:
+        """What the call with this number was; "" if that is not known any more."""
+        return {self.number: self.name, self.number - 1: self.before}.get(number, "")
+
+    def __str__(self) -> str:
+        return f"{self.name} (call {self.number})"
+
+
+class Beat(Struct, frozen=True):
+    """What a rank does, as it says once a second."""
+
+    count: int
+    call: Call
+    action: str
+    since_s: float
+    line: str  # of the script
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a call, and not in the script."""
+        return self.action != IN_CODE
+
+    def __str__(self) -> str:
+        place = f"in {self.call}" if self.waits else f"{IN_CODE} after {self.call}"
+        action = "" if self.action in (self.call.name, IN_CODE) else f" at {self.action}"
+        since = f" for {self.since_s:.0f} s" if self.since_s >= 1 else ""
+        return f"{place}{action}{since}" + (f", {self.line}" if self.line else "")
+
+
+class Member(Struct, frozen=True):
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    machine: str  # processes of equal ones see each other
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on host {self.host})"
+
+    @classmethod
+    def here(cls, rank: int) -> Member:
+        host, pid = socket.gethostname(), os.getpid()
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return cls(rank, host, f"{boot} {os.readlink('/proc/self/ns/pid')}", pid)
+        except OSError:
+            return cls(rank, host, f"{host} {pid}", pid)
+
+    def state(self, other: Member) -> str:
+        """Of another process, as /proc has it: T (stopped), Z (dead), X where there is none; ""
+        where it cannot be seen from here."""
+        if self.machine != other.machine:
+            return ""
+        try:
+            return Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "X"
+
+
+class Verdict(Struct, frozen=True):
+    """Why this job cannot go on."""
+
+    what: str
+    fix: str
+
+
+class Standing(Struct, frozen=True):
+    """What a rank knows of all at one moment."""
+
+    members: tuple[Member, ...]
+    own: Member
+    doing: Beat
+    beats: Mapping[int, Beat]  # of the others
+    ends: Mapping[int, str]  # rank -> with which exception it ended ("": none)
+
+    def others(self) -> Iterable[Member]:
+        return (m for m in self.members if m.rank != self.own.rank)
+
+    def gone(self) -> Verdict | None:
+        """A rank that failed, whose process is no more, or whose script has ended."""
+        for rank in (r for r, text in self.ends.items() if text):
+            return Verdict(f"{self.members[rank]} stopped: {self.ends[rank]}", "see its traceback")
+        for member in self.others():
+            if member.rank not in self.ends and self.own.state(member) in ("Z", "X"):
+                return Verdict(
+                    f"{member} is gone: it was killed, or crashed outside of Python; "
+                    f"{self._last(member)}",
+                    "see the end of its log, and the system's (a kill by SIGKILL is often for lack "
+                    "of memory); start again from the last checkpoint",
+                )
+        for rank in self.ends:
+            # it made fewer calls: what this one waits for will not come
+            if rank in self.beats and self.beats[rank].call.number < self.doing.call.number:
+                return Verdict(
+                    f"{self.members[rank]} has come to the end of its script while others go on; "
+                    f"{self._last(self.members[rank])}",
+                    "give every rank the same number of batches, and make calls of the model on "
+                    "every rank",
+                )
+        return None
+
+    def _last(self, member: Member) -> str:
+        beat = self.beats.get(member.rank)
+        return (
+            f"its last sign of life (one a second): {beat}" if beat else "it gave no sign of life"
+        )
+
+    def elsewhere(self, since_s: float) -> Verdict | None:
+        """A rank that has stood in another call than this one, though all make the same."""
+        own = self.doing
+        for rank, beat in self.beats.items():
+            number = min(own.call.number, beat.call.number)
+            names = {own.call.name_of(number), beat.call.name_of(number)} - {""}
+            if len(names) > 1 and beat.waits and beat.since_s >= since_s:
+                both = " and ".join(sorted(names))
+                return Verdict(
+                    f"ranks wait for each other in different calls: {self.own} is {own}; "
+                    f"{self.members[rank]} is {beat}; call {number} is {both}",
+                    f"call {both} on every rank, in the same order (only writing files and "
+                    "printing may be for rank 0 alone)",
+                )
+        return None
+
+    def silent(self, before: Mapping[int, Beat], waited_s: float) -> Verdict | None:
+        """A rank that has given no sign of life since `before`."""
+        for rank, beat in self.beats.items():
+            if rank in before and before[rank].count == beat.count:
+                member = self.members[rank]
+                why = STOPPED if self.own.state(member) in ("T", "t") else HELD
+                return Verdict(
+                    f"{member} has given no sign of life, while this rank waited {waited_s:.0f} s: "
+                    f"{why}; {self._last(member)}",
+                    "look at that process (py-spy dump --pid); AUTOPAR_TIMEOUT_S or "
+                    'guards={"timeout_s": ...} allow more time',
+                )
+        return None
+
+    def slow(self, waited_s: float) -> Verdict:
+        """All are alive: those in the script, or which made fewer calls, are waited for."""
+        number = self.doing.call.number
+        behind = [r for r, b in self.beats.items() if b.call.number < number or not b.waits]
+        named = [f"{self.members[r]} is {self.beats[r]}" for r in behind or self.beats]
+        return Verdict(f"nothing has come for {waited_s:.0f} s; {'; '.join(named[:MOST_NAMED])}",
+                       "make calls of the model on every rank; AUTOPAR_TIMEOUT_S or "
+                       'guards={"timeout_s": ...} allow more time')  # fmt: skip
+
+
+BROKEN = Verdict("a connection to another rank broke, and all ranks that can be seen are alive",
+                 "see the logs of the others, and the network between the machines")  # fmt: skip
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line that is no library's."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in LIBRARIES):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,251 @@
+"""Ranks that die, hang or wait elsewhere: the others say who, where and what to do, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from autopar_torch import Plan, files
+from autopar_torch.errors import RunError
+from autopar_torch.run import meet, watch
+from jobs import Job, free_port
+
+LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
+START_S = 120  # several processes that import torch, beside whatever else this machine does
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    files.save(Plan.uniform(dp=2), tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+def headline(job: Job, about: str) -> str:
+    """What was said first, with where and what to do."""
+    text = job.text()
+    found = text[text.index("TOLD", text.index("FAULT")) :]
+    assert about in found.splitlines()[0], text
+    assert "\n  where: rank " in found and "\n  fix:   " in found
+    return found
+
+
+def expect_nothing_left(job: Job, within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while job.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not job.left(), job.text()
+
+
+# --- in the course of training --------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
+    with Job(3, {"fault": "kill"}) as job:
+        (code,) = job.wait(START_S)
+        told = headline(job, "rank 2 (pid ")
+        assert code == 1 and "is gone: it was killed, or crashed outside of Python" in told
+        assert "in forward (call 6)" in told  # where the survivors were
+        assert job.after("FAULT", "TOLD", "rank 2") < 5
+        assert {said.rank for said in job.said("TOLD") if "rank 2" in said.text} == {0, 1}
+        assert all("rank 2" in said.text for said in job.said("CAUGHT"))
+        expect_nothing_left(job)
+
+
+def test_a_rank_that_is_stopped_is_named_after_the_limit() -> None:
+    with Job(2, {"fault": "stop"}, how="hand", limit_s=4) as job:
+        job.until("CAUGHT", START_S)
+        told = headline(job, "rank 1 (pid ")
+        assert "its process is stopped (SIGSTOP)" in told
+        assert "shard/collectives.py" in told and "faulty.py" in told  # stacks
+        assert 3 < job.after("FAULT", "CAUGHT", "rank 1") < 8
+
+
+def test_long_work_is_warned_of_and_a_call_of_one_rank_alone_is_named() -> None:
+    with Job(2, {"fault": "late, then state_dict"}, how="hand", limit_s=3) as job:
+        codes = job.wait(START_S)
+        fault_s = job.said("FAULT")[0].at_s
+        warning = next(s for s in job.said("TOLD") if s.at_s > fault_s + 1)
+        assert warning.rank == 0 and "waits: nothing has come for" in warning.text
+        assert "is in your code after forward" in warning.text and "faulty.py:" in warning.text
+        assert warning.at_s < job.said("LATE")[0].at_s
+        assert codes == [1, 1] and job.after("LATE", "CAUGHT") < 8
+        assert {s.rank for s in job.said("CAUGHT")} == {0, 1}
+        for said in job.said("CAUGHT"):
+            assert "different calls" in said.text
+            assert "is in state_dict (call 6)" in said.text
+            assert "is in forward (call 6)" in said.text
+            assert "call 6 is forward and state_dict" in said.text
+        expect_nothing_left(job)
+
+
+def test_one_node_listens_to_itself_alone_and_ends_with_its_launcher(plan: str) -> None:
+    with Job(2, {"steps": 1000, "pause_s": 0.2, "fault": "mark"}, how="autopar",
+             launcher=["--plan", plan]) as job:  # fmt: skip
+        job.until("FAULT", START_S)
+        listeners = job.listeners()
+        assert len(listeners) >= 3, listeners  # the store, and both ranks
+        assert all(place.startswith(LOOPBACK) for place in listeners), listeners
+        assert len(job.ranks()) == 2
+        os.kill(job.processes[0].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        while job.alive() and time.monotonic() - killed < 10:
+            time.sleep(0.05)
+        assert not job.alive() and time.monotonic() - killed < 5, job.text()
+        assert not job.listeners()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_to_autopar_run_leave_nothing(plan: str, signum: int) -> None:
+    with Job(2, {"steps": 1000, "pause_s": 0.2, "fault": "mark"}, how="autopar",
+             launcher=["--plan", plan]) as job:  # fmt: skip
+        job.until("FAULT", START_S)
+        os.kill(job.processes[0].pid, signum)
+        assert job.wait(35) == [128 + signum], job.text()
+        expect_nothing_left(job)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_python_is_held_is_named() -> None:
+    with Job(2, {"fault": "hold"}, how="hand", limit_s=6) as job:
+        job.until("CAUGHT", START_S)
+        assert "its Python does not run" in headline(job, "rank 1 (pid ")
+        assert 5 < job.after("FAULT", "CAUGHT", "rank 1") < 10
+
+
+@pytest.mark.slow
+def test_an_exception_of_one_rank_is_what_the_others_tell(plan: str) -> None:
+    with Job(2, {"fault": "raise"}, how="autopar", launcher=["--plan", plan]) as job:
+        assert job.wait(START_S) == [6]
+        headline(job, "stopped: ValueError: the data ended")
+        assert job.after("FAULT", "TOLD", "rank 1") < 5
+        root = job.text().rpartition("Root Cause")[2]
+        assert "ValueError: the data ended" in root  # in torchrun's summary too
+        expect_nothing_left(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["crash", "abort"])
+def test_a_crash_in_c_is_named(fault: str) -> None:
+    with Job(2, {"fault": fault}) as job:
+        assert job.wait(START_S) == [1]
+        assert "crashed outside of Python" in headline(job, "rank 1 (pid ")
+        assert job.after("FAULT", "TOLD", "rank 1") < 5
+        expect_nothing_left(job)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_script_ends_early_is_named() -> None:
+    with Job(2, {"fault": "leave"}) as job:
+        assert job.wait(START_S) == [1]
+        assert "same number of batches" in headline(job, "has come to the end of its script")
+        expect_nothing_left(job)
+
+
+@pytest.mark.slow
+def test_plain_torchrun_restarts(tmp_path: Path) -> None:
+    """T6: weights are those of a run that nobody disturbed, bit by bit."""
+    (tmp_path / "whole").mkdir()
+    with Job(2, {"folder": str(tmp_path / "whole")}) as job:
+        assert job.wait(START_S) == [0], job.text()
+        whole = {said.text.split()[0] for said in job.said("DONE")}
+    for i in range(3):
+        (tmp_path / str(i)).mkdir()
+        options = {"fault": "kill", "folder": str(tmp_path / str(i))}
+        with Job(2, options, launcher=["--max-restarts=2"]) as job:
+            assert job.wait(2 * START_S) == [0], job.text()
+            assert {said.text for said in job.said("DONE")} == {f"{w} from 4" for w in whole}
+            expect_nothing_left(job)
+
+
+# --- where ranks meet -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A port where ranks are to meet, within a second."""
+    port = free_port()
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("AUTOPAR_START_S", "1")
+    return port
+
+
+def met(ranks: list[int], size: int) -> dict[int, Any]:
+    """Rank -> its store, or the error."""
+    found: dict[int, Any] = {}
+
+    def come(rank: int) -> None:
+        try:
+            found[rank] = meet.meet(rank, size)
+        except RunError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_that_do_not_come_are_named_by_those_that_did(place: int) -> None:
+    begin = time.monotonic()
+    found = met([0, 2], 4)
+    assert time.monotonic() - begin < 4
+    for rank in (0, 2):
+        assert f"rank(s) 1, 3 of 4 did not come to 127.0.0.1:{place}" in str(found[rank])
+
+
+def test_where_nobody_listens_the_address_is_named(place: int) -> None:
+    found = met([1], 2)
+    assert f"nobody listens at 127.0.0.1:{place}" in str(found[1]) and "fix:" in str(found[1])
+
+
+def test_a_port_that_is_taken_is_named(place: int) -> None:
+    taken = meet.listen(place)
+    try:
+        with pytest.raises(RunError, match=f"another program listens at 127.0.0.1:{place}"):
+            meet.meet(0, 2)
+    finally:
+        taken.close()
+
+
+def test_attempts_that_share_a_store_do_not_see_each_other(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = TCPStore("127.0.0.1", place, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert isinstance(met([1], 2)[1], RunError)  # of an attempt without rank 0: asked in vain
+    first, second = met([0, 1], 2), met([0, 1], 2)
+    first[0].set("address", "old")
+    assert first[1].get("address") == b"old"
+    assert not second[1].check(["address"])
+    assert agent.num_keys() > 0
+
+
+def test_bad_settings_are_refused(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("soon", "-1", "nan", "inf"):
+        monkeypatch.setenv("AUTOPAR_START_S", text)
+        with pytest.raises(RunError, match="AUTOPAR_START_S"):
+            meet.meet(0, 2)
+        monkeypatch.setenv("AUTOPAR_TIMEOUT_S", text)
+        with pytest.raises(RunError, match="AUTOPAR_TIMEOUT_S"):
+            watch.watching(0, 1, 60)
