@@ -15,7 +15,7 @@ from ..plan import Plan
 from ..trace.call import Call, named_outputs
 from ..trace.capture import LossFn
 from .handover import hand_over
-from .randomness import RowsApart
+from .randomness import dropout_apart
 from .returned import Outputs
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class _Step(nn.Module):
             parallel.begin_step()
         if parallel.world.size == 1:
             return self._step(call, tensors)
-        with parallel.numbers.drawing(python=True), RowsApart(parallel.replica):
+        with parallel.numbers.drawing(python=True), dropout_apart(parallel.replica):
             return self._step(call, tensors)
 
     def _step(self, call: Call, tensors: list[Tensor]) -> Any:

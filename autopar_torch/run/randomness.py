@@ -15,24 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import fx, nn
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..shard.collectives import draw_apart, generator
+from ..shard.collectives import apart, generator
 from ..shard.lower import is_random
 from ..shard.rules import op_name
 
 _SEEDED = torch.Tag.nondeterministic_seeded
-# Functions of torch that draw for every element, as those of a part of the batch must.
-_DRAWING = frozenset({
-    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout",
-    "feature_dropout_", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "rrelu",
-    "rrelu_", "scaled_dot_product_attention", "multi_head_attention_forward", "gumbel_softmax",
-    "bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "cauchy_",
-    "log_normal_", "geometric_", "random_", "multinomial", "poisson", "rand", "rand_like", "randn",
-    "randn_like", "randint", "randint_like", "randperm",
-})  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -93,31 +85,30 @@ class OwnNumbers:
         self.seed, self.step = state["seed"], state["step"]
 
 
-class RowsApart(TorchFunctionMode):
-    """In a forward that runs as Python: a single number, such as layer drop asks for, is the same
-    on all ranks; what is drawn for every element of a tensor is drawn for each replica anew."""
+@contextlib.contextmanager
+def dropout_apart(place: int) -> Iterator[None]:
+    """While a forward runs as Python: what it draws is the same on all ranks, as layer drop asks
+    for, but modules of dropout draw for each replica anew, also where they run again for the
+    backward. (A function of dropout has the same numbers for the rows of each replica.)"""
+    under_way: list[contextlib.AbstractContextManager[None]] = []
 
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _drops(module):
+            under_way.append(apart(place, args[0].device))
+            under_way[-1].__enter__()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _DRAWING or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if given is None:
-            return self._made(func, args, kwargs)
-        if given.numel() == 1:
-            return func(*args, **kwargs)
-        return draw_apart(func, self.place, given.device, args, kwargs)
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        if _drops(module):
+            under_way.pop().__exit__(None, None, None)
 
-    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A new tensor, of which only the result says how large it is."""
-        common = torch.default_generator
-        before = common.get_state()
-        made = func(*args, **kwargs)
-        if made.numel() == 1:
-            return made
-        common.set_state(before)
-        return draw_apart(func, self.place, made.device, args, kwargs)
+    first = register_module_forward_pre_hook(before)
+    last = register_module_forward_hook(after, always_call=True)
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, _DropoutNd) and module.training and module.p > 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -342,8 +343,9 @@ def generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0]
 
 
-def draw_apart(op: Any, place: int, device: torch.device, args: Any, kwargs: Any) -> Any:
-    """Run an op with numbers that each place draws for itself.
+@contextlib.contextmanager
+def apart(place: int, device: torch.device) -> Iterator[None]:
+    """Draw numbers that each place has for itself.
 
     The seed comes from the stream that all places share, so that whatever is whole on each of them
     goes on drawing the same numbers.
@@ -352,7 +354,7 @@ def draw_apart(op: Any, place: int, device: torch.device, args: Any, kwargs: Any
     before = own.get_state()
     own.manual_seed(seed)
     try:
-        return op(*args, **kwargs)
+        yield
     finally:
         own.set_state(before)
 
@@ -365,4 +367,5 @@ class OwnRandom(nn.Module):
         self.op, self.place = op, place
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return cast(Tensor, draw_apart(self.op, self.place, args[0].device, args, kwargs))
+        with apart(self.place, args[0].device):
+            return cast(Tensor, self.op(*args, **kwargs))
