@@ -86,7 +86,9 @@ class Word:
         self.hook = sys.excepthook
         sys.excepthook = self._failed
         atexit.register(self._finished)
-        self.woken = self._listen()
+        self.pipe = os.pipe()
+        os.set_blocking(self.pipe[1], False)
+        self._listen()
         os.register_at_fork(after_in_child=self._forget)
 
     def _failed(self, kind: type[BaseException], error: BaseException,
@@ -99,36 +101,39 @@ class Word:
     def _finished(self) -> None:
         if os.getpid() == self.pid:
             self.ended("")
+            self._forget()
 
     # torchrun ends the others 0.1 s after a rank died, and a main thread that computes would learn
     # of neither. The pipe wakes the watch in any case.
 
-    def _listen(self) -> int | None:
-        """The end of a pipe to which Python writes a byte as soon as a signal comes."""
+    def _listen(self) -> None:
+        """Have Python write a byte to the pipe as soon as a signal comes, if no one else does."""
         mine = threading.current_thread() is threading.main_thread()
-        if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return None  # the script handles it
-        self.pipe = os.pipe()
-        os.set_blocking(self.pipe[1], False)
-        other = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
-        if other != -1:
-            signal.set_wakeup_fd(other)
-            return None
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        return self.pipe[0]
+        if mine and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            other = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+            if other != -1:
+                signal.set_wakeup_fd(other)
+            else:
+                signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, *_: Any) -> None:
         self.terminated()
 
     def comes(self, within_s: float) -> bool:
         """Wait; whether this rank was told to end, and nobody else sees to it."""
-        ready = [] if self.woken is None else [self.woken]
-        data = b"".join(os.read(end, 64) for end in select.select(ready, [], [], within_s)[0])
-        return signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm
+        ready = select.select([self.pipe[0]], [], [], within_s)[0]
+        return bool(ready) and signal.SIGTERM in os.read(self.pipe[0], 64) and self._handles()
+
+    def _handles(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
+
+    def wake(self) -> None:
+        """End the wait of whoever is in `comes`."""
+        os.write(self.pipe[1], b"\0")
 
     def _forget(self) -> None:
         """A child of this process is no rank: its signals are its own."""
-        if self.woken is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+        if self._handles():
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -313,6 +313,15 @@ class ParallelModel(nn.Module):
                 full.copy_(value)
         return full
 
+    def _doing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A call of all ranks, unless each has everything."""
+        whole = self._plan is None or self.fallback_reason
+        return contextlib.nullcontext() if whole else self.world.doing(name)
+
+    def _meeting(self, name: str) -> contextlib.AbstractContextManager[None]:
+        whole = self._plan is None or self.fallback_reason
+        return contextlib.nullcontext() if whole else self.world.meeting(name)
+
     # --- what training scripts use ----------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -325,30 +334,30 @@ class ParallelModel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`."""
-        with self.world.doing("clip_grad_norm_"):
+        with self._doing("clip_grad_norm_"):
             return state.clip_grad_norm(self, max_norm)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
-        with self.world.meeting("state_dict"):
+        with self._meeting("state_dict"):
             return state.full_state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip
         """Take full tensors; every rank keeps its part."""
-        with self.world.meeting("load_state_dict"):
+        with self._meeting("load_state_dict"):
             return state.load_full(self, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
         """Write a checkpoint that any plan can load."""
-        with self.world.meeting("save"):
+        with self._meeting("save"):
             checkpoint.save(self, folder, optimizer)
 
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
         """Read a checkpoint written under any plan."""
-        with self.world.meeting("load"):
+        with self._meeting("load"):
             checkpoint.load(self, folder, optimizer)
 
     def explain(self, name: str) -> str:

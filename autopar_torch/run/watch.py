@@ -98,11 +98,13 @@ class Watch:
         self.members = self.board.meet(self.own, size)
         self.ends = threading.RLock()
         self.word = ending.Word(self._ended, self._told, self._terminated)
-        threading.Thread(target=self._run, name="autopar watch", daemon=True).start()
+        self.stopped = False
+        self.thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         """Once a second, while the process group is there; the launcher is watched to the end."""
-        while True:
+        while not self.stopped:
             if self.word.comes(BEAT_S):
                 self._terminated()
             self._check_launcher()
@@ -187,6 +189,10 @@ class Watch:
         """Leave word of how this rank ended."""
         self._write()
         self.board.end(text)
+        if not text:  # Python ends: a thread that is in C++ then would have it abort
+            self.stopped = True
+            self.word.wake()
+            self.thread.join(GRACE_S)
 
     def _told(self, error: BaseException) -> None:
         """An exception that nobody caught: of a connection that broke outside of our calls too."""
