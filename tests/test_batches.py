@@ -60,11 +60,6 @@ def _names(wanted: str = "claim_") -> list[str]:
     return sorted(name for name in globals() if name.startswith(wanted))
 
 
-@pytest.mark.parametrize("name", _names())
-def test_two_ranks(claims: dict[str, Any], name: str) -> None:
-    assert not claims[name], claims[name]
-
-
 class _Text(nn.Module):
     """Tokens in, loss out, dropout on the way."""
 
@@ -457,3 +452,8 @@ def test_a_checksum_tells_order_and_single_bits_on_any_device() -> None:
     x = torch.zeros(5)
     assert weighed(x) != weighed(-x) and checksum(x) != checksum(-x)
     assert checksum(torch.zeros(0)) == checksum(torch.zeros(0))
+
+
+@pytest.mark.parametrize("name", _names())
+def test_two_ranks(claims: dict[str, Any], name: str) -> None:
+    assert not claims[name], claims[name]
