@@ -1,0 +1,1 @@
+"""Ordinary scripts that nobody measured before."""
