@@ -7,8 +7,9 @@ Each script (trust_cases.py, trust_scripts.py, trust_strangers.py) runs in plain
 ranks under each plan ("one": the library in one process). A cell says `right 3e-7` (the worst
 difference to plain PyTorch, on any rank), `refused: ...` (an error of ours on every rank that says
 what, where and what to do), or what is wrong: `silent 4e-2` (wrong numbers without a word), `raw
-RuntimeError` (another library's error), `bare: ...` (ours, without a where or a fix), `hang`,
-`abort`. The last line counts them; the exit status is 0 only if all are right or refused.
+RuntimeError` (another library's error), `bare: ...` (ours, without a where or a fix, or on one rank
+alone), `lost: ...` (refused, although it can be done), `hang`, `abort`. The last line counts them;
+the exit status is 0 only if all are right or refused.
 
 Every cell has processes of its own, forked from this one after it has imported and traced once, so
 none can spoil the next. A rank that raises ends, as a script does; one that is through stays until
@@ -21,6 +22,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -76,7 +78,8 @@ class Cell:
     seconds: float
 
     def text(self) -> str:
-        return f"{self.status}{':' if self.status == 'refused' else ''} {self.detail}".strip()
+        colon = ":" if self.status in ("refused", "lost", "bare") else ""
+        return f"{self.status}{colon} {self.detail}".strip()
 
 
 # --- in a rank ------------------------------------------------------------------------------
@@ -96,7 +99,9 @@ def _be_rank(case: Case, wrap: Wrap, port: int) -> None:
     found: dict[str, Any] = {"when": 0.0}
     try:
         wrap.listen()
-        found["value"] = flat(case.run(wrap))
+        value = flat(case.run(wrap))
+        torch.save(value, io.BytesIO())  # what cannot be kept is no number
+        found["value"] = value
     except BaseException as error:
         traceback.print_exc()
         whole = isinstance(error, AutoparError) and all((error.what, error.where, error.fix))
@@ -146,18 +151,22 @@ def _run(case: Case, degrees: dict[str, Any] | None, size: int, limit_s: float,
         if all(_result(folder, r).exists() or pid in ended for r, pid in enumerate(pids)):
             break
         time.sleep(POLL_S)
-    else:
-        for pid in set(pids) - ended:
-            os.kill(pid, signal.SIGUSR1)  # the logs say where it stood
-        time.sleep(0.2)
+    found = [_left(folder, r, died=pid in ended) for r, pid in enumerate(pids)]
+    for pid in set(pids) - ended if None in found else ():
+        os.kill(pid, signal.SIGUSR1)  # the logs say where it stood
+        time.sleep(0.1)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         if pid not in ended:
             os.waitpid(pid, 0)
-    died = {r for r, pid in enumerate(pids) if pid in ended}
-    return [torch.load(_result(folder, r)) if _result(folder, r).exists()
-            else {"died": True} if r in died else None for r in range(size)]  # fmt: skip
+    return found
+
+
+def _left(folder: Path, rank: int, died: bool) -> dict[str, Any] | None:
+    if _result(folder, rank).exists():
+        return torch.load(_result(folder, rank))
+    return {"died": True} if died else None
 
 
 def _free_port() -> int:
@@ -180,7 +189,9 @@ def judge(case: Case, plan: str, found: list[dict[str, Any] | None],
         return "hang", f"(after: {errors[0]['text'][:SHOWN]})" if errors else ""
     if len(errors) == len(found):
         best = next((f for f in errors if f["whole"]), None)
-        return ("refused", best["text"]) if best else ("bare", errors[0]["text"])
+        if best is None:
+            return "bare", errors[0]["text"]
+        return "lost" if case.right else "refused", best["text"]
     if errors:
         return "bare", f"on one rank only: {errors[0]['text']}"
     if case.refuse:

@@ -27,24 +27,28 @@ Found = TypeVar("Found", bound=Run)
 
 @dataclass(frozen=True)
 class Case:
-    """One script; `refuse`: there is no right answer on several ranks, so it must be refused."""
+    """One script; `refuse`: there is no right answer on several ranks, so it must be refused;
+    `right`: it was right, or is a goal, so a refusal does not do."""
 
     name: str
     group: str
     run: Run
     refuse: bool = False
+    right: bool = False
     tolerance: float = TOLERANCE
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(*, refuse: bool = False, tolerance: float = TOLERANCE) -> Callable[[Found], Found]:
+def case(
+    *, refuse: bool = False, right: bool = False, tolerance: float = TOLERANCE
+) -> Callable[[Found], Found]:
     """Declares a case; its group is the file it stands in."""
 
     def declare(run: Found) -> Found:
         group = run.__module__.removeprefix("trust_")
-        CASES[run.__name__] = Case(run.__name__, group, run, refuse, tolerance)
+        CASES[run.__name__] = Case(run.__name__, group, run, refuse, right, tolerance)
         return run
 
     return declare
@@ -257,7 +261,7 @@ def difference(got: dict[str, Any], want: dict[str, Any]) -> tuple[float, str]:
 
 
 def _apart(got: Any, want: Any) -> float:
-    if isinstance(want, (str, bool)) or isinstance(got, str) or want is None:
+    if isinstance(want, (str, bool)) or isinstance(got, str) or got is None or want is None:
         return 0.0 if got == want else float("inf")
     a, b = torch.as_tensor(got).double(), torch.as_tensor(want).double()
     if a.shape != b.shape:

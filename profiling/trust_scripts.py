@@ -58,12 +58,12 @@ def nanogpt(model: Any, take: Any) -> list[float]:
     return said
 
 
-@case(tolerance=EXACT)
+@case(right=True, tolerance=EXACT)
 def nanogpt_train(wrap: Wrap) -> Any:
     return nanogpt(wrap(gpt()), lambda out: out)
 
 
-@case(tolerance=EXACT)
+@case(right=True, tolerance=EXACT)
 def nanogpt_as_it_is(wrap: Wrap) -> Any:
     return nanogpt(wrap(gpt(loss_alone=False)), lambda out: out[1])
 
@@ -108,12 +108,12 @@ def either(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.loss
 
 
-@case(tolerance=EXACT)
+@case(right=True, tolerance=EXACT)
 def run_clm_loop(wrap: Wrap) -> Any:
     model = wrap(llama())
     return run_clm(model, either), weights(model)["lm_head.weight"]
 
 
-@case(tolerance=EXACT)
+@case(right=True, tolerance=EXACT)
 def run_clm_dot_loss(wrap: Wrap) -> Any:
     return run_clm(wrap(llama()), lambda out: out.loss)
