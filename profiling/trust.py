@@ -175,7 +175,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def judge(case: Case, plan: str, found: list[dict[str, Any] | None],
+def judge(case: Case, found: list[dict[str, Any] | None],
           want: dict[str, Any]) -> tuple[str, str]:  # fmt: skip
     """(status, detail) of a cell, from what its ranks left and what plain PyTorch gave."""
     errors = sorted((f for f in found if f and "error" in f), key=lambda f: f["when"])
@@ -217,7 +217,7 @@ def _cell(case: Case, plan: str, want: dict[str, Any], limit_s: float, logs: Pat
     folder, began = logs / case.name / plan, time.monotonic()
     folder.mkdir()
     found = _run(case, PLANS[plan], 1 if plan == ONE else 2, limit_s, folder)
-    status, detail = judge(case, plan, found, want)
+    status, detail = judge(case, found, want)
     return Cell(case.name, plan, status, detail, round(time.monotonic() - began, 1))
 
 
