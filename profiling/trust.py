@@ -1,15 +1,16 @@
 """Table of script x plan: is what ordinary training scripts do right, or refused by name?
 
     python profiling/trust.py [--quick] [--only NAME,...] [--plans tp2,pp2,dp2,zero3,one]
-        [--strangers] [--limit SECONDS] [--json FILE] [--list]
+        [--all] [--limit SECONDS] [--json FILE] [--list]
 
-Each script (trust_cases.py, trust_scripts.py, trust_strangers.py) runs in plain PyTorch, then on 2
-ranks under each plan ("one": the library in one process). A cell says `right 3e-7` (the worst
-difference to plain PyTorch, on any rank), `refused: ...` (an error of ours on every rank that says
-what, where and what to do), or what is wrong: `silent 4e-2` (wrong numbers without a word), `raw
-RuntimeError` (another library's error), `bare: ...` (ours, without a where or a fix, or on one rank
-alone), `lost: ...` (refused, although it can be done), `hang`, `abort`. The last line counts them;
-the exit status is 0 only if all are right or refused.
+Each script (trust_cases.py and trust_scripts.py; with --all also trust_strangers.py and
+trust_losses.py) runs in plain PyTorch, then on 2 ranks under each plan ("one": the library in one
+process). A cell says `right 3e-7` (the worst difference to plain PyTorch, on any rank), `refused:
+...` (an error of ours on every rank that says what, where and what to do), or what is wrong:
+`silent 4e-2` (wrong numbers without a word), `raw RuntimeError` (another library's error),
+`bare: ...` (ours, without a where or a fix, or on one rank alone), `lost: ...` (refused, although
+it can be done), `hang`, `abort`. The last line counts them; the exit status is 0 only if all are
+right or refused.
 
 Every cell has processes of its own, forked from this one after it has imported and traced once, so
 none can spoil the next. A rank that raises ends, as a script does; one that is through stays until
@@ -45,6 +46,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import trust_cases  # noqa: E402, F401
+import trust_losses  # noqa: E402, F401
 import trust_scripts  # noqa: E402
 import trust_strangers  # noqa: E402, F401
 from trust_lab import CASES, Case, Wrap, difference, flat, net, train  # noqa: E402
@@ -239,7 +241,8 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
         return [CASES[name] for name in options.only.split(",")]
     if options.quick:
         return [CASES[name] for name in QUICK]
-    return [c for c in CASES.values() if options.strangers or c.group != "strangers"]
+    asked = ("cases", "scripts", *(("strangers", "losses") if options.all else ()))
+    return [c for c in CASES.values() if c.group in asked]
 
 
 def _show(found: list[Cell], width: int) -> None:
@@ -250,7 +253,7 @@ def _show(found: list[Cell], width: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a dozen scripts")
-    parser.add_argument("--strangers", action="store_true", help="the invented scripts too")
+    parser.add_argument("--all", action="store_true", help="invented scripts and every loss too")
     parser.add_argument("--only", default="", help="names of scripts, with commas")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--limit", type=float, default=HANG_S, help="seconds until a cell hangs")
