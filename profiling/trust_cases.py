@@ -789,9 +789,15 @@ def weighted_mean(wrap: Wrap) -> Any:
 
 @case(right=True)
 def odd_rows(wrap: Wrap) -> Any:
-    """5 rows on 2 replicas, and one row alone."""
+    """5 rows on 2 replicas."""
     model = wrap(net())
-    return train(model, (rows(n) for n in (5, 3, 1, 7))), weights(model)
+    return train(model, (rows(n) for n in (5, 3, 7))), weights(model)
+
+
+@case(right=True)
+def fewer_rows_than_replicas(wrap: Wrap) -> Any:
+    model = wrap(net())
+    return train(model, (rows(n) for n in (4, 1, 4))), weights(model)
 
 
 class _Normed(Net):
@@ -803,7 +809,7 @@ class _Normed(Net):
         return self.bn(super().features(x))
 
 
-@case(right=True)
+@case()
 def batch_norm(wrap: Wrap) -> Any:
     torch.manual_seed(0)
     model = wrap(_Normed())
