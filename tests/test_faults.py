@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from torch.distributed import TCPStore
 
 from autopar_torch import Plan, files
-from autopar_torch.errors import RunError
+from autopar_torch.errors import AutoparError, PlanError, RunError
 from autopar_torch.run import meet, watch
+from autopar_torch.run.standing import IN_CODE, Beat, Call, Member, Standing
+from autopar_torch.run.world import World, start
 from jobs import Job, free_port
+from ranks import run_ranks
 
 LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
 START_S = 120  # several processes that import torch, beside whatever else this machine does
@@ -171,6 +175,61 @@ def test_plain_torchrun_restarts(tmp_path: Path) -> None:
             assert job.wait(2 * START_S) == [0], job.text()
             assert {said.text for said in job.said("DONE")} == {f"{w} from 4" for w in whole}
             expect_nothing_left(job)
+
+
+# --- who is the cause -----------------------------------------------------------------------------
+
+
+def standing(own: Call, others: dict[int, Beat], ends: dict[int, str] | None = None) -> Standing:
+    members = tuple(Member(r, "here", f"machine {r}", 100 + r) for r in range(3))
+    return Standing(members, members[0], Beat(9, own, own.name, 7, ""), others, ends or {})
+
+
+def test_calls_that_differ_are_named_though_one_rank_has_gone_on() -> None:
+    own = Call(5, "forward", "clip_grad_norm_")
+    other = Beat(9, Call(6, "forward", "evaluation"), "forward", 7, "")
+    found = standing(own, {1: other}).elsewhere(3)
+    assert found and "call 5 is evaluation and forward" in found.what
+    ahead = structs.replace(other, call=Call(6, "forward", "forward"))
+    assert standing(own, {1: ahead}).elsewhere(3) is None  # it may be that only this rank is late
+    assert standing(own, {1: structs.replace(other, since_s=1)}).elsewhere(3) is None
+    assert standing(own, {1: structs.replace(other, action=IN_CODE)}).elsewhere(3) is None
+    long_ago = structs.replace(other, call=Call(9, "forward", "evaluation"))
+    assert standing(own, {1: long_ago}).elsewhere(3) is None
+
+
+def test_an_exception_is_told_before_an_end_and_an_end_only_of_who_did_less() -> None:
+    call = Call(5, "forward", "forward")
+    same, less = (Beat(9, c, IN_CODE, 1, "") for c in (call, Call(4, "forward", "forward")))
+    assert standing(call, {1: same}, {1: ""}).gone() is None
+    found = standing(call, {1: less, 2: same}, {1: "", 2: "ValueError: no"}).gone()
+    assert found and "rank 2 (pid 102 on host here) stopped: ValueError: no" in found.what
+    found = standing(call, {1: less}, {1: ""}).gone()
+    assert found and "has come to the end of its script" in found.what
+
+
+def test_silence_is_that_no_beat_has_come() -> None:
+    call = Call(5, "forward", "forward")
+    one, two = (Beat(count, call, "forward", 1, "train.py:7") for count in (1, 2))
+    assert standing(call, {1: two, 2: two}).silent({1: one, 2: one}, 60) is None
+    found = standing(call, {1: two, 2: one}).silent({1: one, 2: one}, 60)
+    assert found and "rank 2" in found.what and "train.py:7" in found.what
+
+
+def refuse_on_one() -> str:
+    rank, size = start()
+    world = World(rank, size)
+    try:
+        world.together(PlanError("this plan is no good") if rank == 1 else None)
+    except AutoparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_one_rank_refuses_is_told_by_all() -> None:
+    first, second = run_ranks(2, "test_faults:refuse_on_one")
+    assert second == "PlanError: this plan is no good"
+    assert first.startswith("RunError: rank 1 refused to go on: PlanError: this plan is no good")
 
 
 # --- where ranks meet -----------------------------------------------------------------------------
