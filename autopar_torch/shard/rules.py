@@ -91,6 +91,13 @@ def _but_dim(index: int, default: int) -> Callable[[Op], list[Factor]]:
     return lambda op: _same_dims(op, {op.dim(index, len(op.out), default=default)})
 
 
+def _but_dims(index: int) -> Callable[[Op], list[Factor]]:
+    """Some dims are turned; all of them, as one, where none is named."""
+    return lambda op: _same_dims(
+        op, {int(d) % len(op.out) for d in op.arg(index, "dims") or range(len(op.out))}
+    )
+
+
 def _linear(op: Op) -> list[Factor]:
     x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
     rank = len(op.out)
@@ -262,11 +269,13 @@ def _mean_over_rows(op: Op) -> list[Factor]:
 
 _RULES: dict[str, Callable[[Op], list[Factor]]] = {
     **dict.fromkeys(["to", "clone", "detach", "alias", "contiguous", "dropout", "getitem",
-                     "masked_fill", "where", "broadcast_tensors", "fill", "feature_dropout",
+                     "masked_fill", "where", "broadcast_tensors", "fill",
                      "alpha_dropout", "zeros_like", "ones_like"], _same_dims),
     **dict.fromkeys(["type_as"], _first_input),
-    **dict.fromkeys(["softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "flip", "roll"],
+    **dict.fromkeys(["softmax", "_softmax", "log_softmax", "cumsum", "cumprod"],
                     _but_dim(1, -1)),
+    "flip": _but_dims(1), "roll": _but_dims(2),
+    "feature_dropout": lambda op: _same_dims(op, set(range(2, len(op.out)))),  # whole channels
     **dict.fromkeys(["topk", "sort", "argsort"], lambda op: _same_dims(
         op, {op.dim(2 if op.name == "topk" else 1, len(op.shapes[0]), default=-1)})),
     "cat": _but_dim(1, 0), "linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -18,6 +19,11 @@ from .clean import aten, info_of, schema_name
 
 _SCALAR = TensorInfo((), "float32")
 _MEAN, _SUM = 1, 2
+# Losses whose mean is that of their values. Others weigh them: by class, by length.
+_MEANS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
+          "hinge_embedding_loss", "huber_loss", "l1_loss", "margin_ranking_loss", "mse_loss",
+          "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss",
+          "soft_margin_loss", "triplet_margin_loss")  # fmt: skip
 
 
 def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
@@ -42,8 +48,8 @@ def _has_rows(node: Any) -> bool:
 
 def _reduction(node: fx.Node) -> int | None:
     """The `reduction` of a loss op, None where it has none."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.name.endswith(
-        ("_loss", "_with_logits", "binary_cross_entropy")
+    if schema_name(node).removeprefix("aten::") not in _MEANS or not isinstance(
+        node.target, OpOverload
     ):
         return None
     for i, argument in enumerate(node.target._schema.arguments):
@@ -123,13 +129,21 @@ def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
         kwargs["reduction"] = 0
     with graph.inserting_before(node):
         values = graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
-        shape = info_of(node.args[0]).shape  # type: ignore[arg-type]
-        values.meta = {**node.meta, "info": TensorInfo(shape, info_of(node).dtype)}
+        values.meta = {**node.meta, "info": TensorInfo(_shape(values), info_of(node).dtype)}
         mean = graph.call_function(aten.mean.default, (values,))
         mean.meta = dict(node.meta)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
     _mean(graph, mean, values, batch)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Of the values of a loss: one for each element, or one a row."""
+    empty = {n: torch.empty(info_of(n).shape, dtype=getattr(torch, info_of(n).dtype), device="meta")
+             for n in node.all_input_nodes}  # fmt: skip
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), empty.__getitem__)
+    with torch.device("meta"):
+        return tuple(node.target(*args, **kwargs).shape)  # type: ignore[operator, arg-type]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
