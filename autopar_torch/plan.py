@@ -162,13 +162,20 @@ class Plan(Struct, frozen=True):
         return sum(replica.num_micro_batches for replica in self.replicas)
 
     def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
-        """Rows of every micro-batch of every replica; sizes differ by one row at most."""
-        total = self.num_micro_batches
+        """Rows of every micro-batch of every replica; sizes differ by one row at most.
+
+        Replicas that take equally many go on doing so where there are fewer rows than that, as they
+        meet in every micro-batch; those for which no row is left take none.
+        """
+        counts = [replica.num_micro_batches for replica in self.replicas]
+        if len(set(counts)) == 1:
+            counts = [min(counts[0], max(1, num_rows // len(counts)))] * len(counts)
+        total = sum(counts)
         sizes = [num_rows // total + (i < num_rows % total) for i in range(total)]
         ends = list(itertools.accumulate(sizes))
         spans = iter(zip([0, *ends], ends, strict=False))
-        return [[span for span in itertools.islice(spans, replica.num_micro_batches)
-                 if span[1] > span[0]] for replica in self.replicas]  # fmt: skip
+        return [[span for span in itertools.islice(spans, count) if span[1] > span[0]]
+                for count in counts]  # fmt: skip
 
     def describe(self) -> str:
         """One line a person can read."""

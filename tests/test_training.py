@@ -74,6 +74,24 @@ def claim_batch_size_may_change_between_steps() -> None:
             assert _near(model(**batch), plain(**batch).loss), (degrees, rows)
 
 
+def claim_replicas_stay_in_step_with_fewer_rows_than_micro_batches() -> None:
+    plain = zoo.build("gpt2")
+    for zero in (0, 2, 3):
+        model = _model("gpt2", {"dp": 2, "num_micro_batches": 4, "zero": zero})
+        for rows in (5, 3, 2):
+            batch = zoo.batch("gpt2", rows, pad=True)
+            assert _near(model(**batch), plain(**batch).loss), (zero, rows)
+        if zero < 3:
+            assert _near(model(**zoo.batch("gpt2", 1)), plain(**zoo.batch("gpt2", 1)).loss)
+            continue
+        try:
+            model(**zoo.batch("gpt2", 1))
+        except PlanError as error:
+            assert "1 row for 2 replicas" in error.what, error
+        else:
+            raise AssertionError("it was accepted")
+
+
 def claim_messages_may_go_each_way_in_a_group_of_its_own() -> None:
     """As they do with NCCL."""
     plain, batch = zoo.build("gpt2"), zoo.batch("gpt2", 8, pad=True)

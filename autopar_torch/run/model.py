@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import files, schedule as schedules
-from ..errors import RunError
+from ..errors import PlanError, RunError
 from ..guards import Guards
 from ..plan import Plan
 from ..search.best import Outcome
@@ -195,6 +195,7 @@ class ParallelModel(nn.Module):
             runner.loss_scale = scale
         spans = self.micro_batches(call.num_rows)
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
+        self._refuse_idle(spans, call.num_rows)
         replica = self.plan.replicas[self.replica]
         try:
             with self.recorder.computing("batch"):
@@ -254,6 +255,16 @@ class ParallelModel(nn.Module):
         for name, held in self.store.held.items():
             if isinstance(held.tensor, nn.Parameter):
                 yield Copy(name, (held.boxes(), held.zero and held.own_rows()), held.tensor)
+
+    def _refuse_idle(self, spans: Sequence[Sequence[Any]], num_rows: int) -> None:
+        """Where replicas meet inside the blocks, none may have nothing to do."""
+        meet = self.plan.zero == 3 or any(k.couples_rows for k in self.graph.kinds.values())
+        if meet and not all(spans):
+            raise PlanError(
+                f"{num_rows} row{'s' * (num_rows != 1)} for {len(spans)} replicas, which all need "
+                "one, as they meet in every block (ZeRO 3, batch statistics)",
+                where="the batch", fix=f"give at least {len(spans)} rows, or use fewer replicas",
+            )  # fmt: skip
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
         """When everything happens in a real step on this batch (the quickest of `steps`).
