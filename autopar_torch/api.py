@@ -16,7 +16,7 @@ from .errors import AutoparError, PlanError, TraceError
 from .guards import Guards
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
-from .run import choose, fallback, observe, offline, shardings, survey, tracing, world
+from .run import choose, doors, fallback, observe, offline, shardings, survey, tracing, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
@@ -64,6 +64,7 @@ def parallelize(
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
                         fix="0 tries none, confirm=8 the best eight")  # fmt: skip
+    doors.refuse_split(model)
     rank, size = world.start()
     device = world.device()
     place = world.World(rank, size)
@@ -91,7 +92,7 @@ def parallelize(
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
         call, tensors = take_apart(args, kwargs)
-        prepare(parallel, call, tensors)
+        parallel.start(call, tensors)
     return parallel
 
 

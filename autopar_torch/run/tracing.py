@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from ..errors import AutoparError, RunError
+from ..errors import AutoparError, TraceError
+from ..model import ParamInfo
 from ..plan import Precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
-from ..trace.capture import LossFn, describe_params
+from ..trace.capture import LossFn, describe_params, user_line
 from .world import World
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
@@ -22,30 +24,48 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
            precision: Precision) -> Tracer:  # fmt: skip
-    known = describe_params(model)
+    full: dict[str, ParamInfo] = {}  # later the model holds parts of its parameters
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
     def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
-        with _as_before(model):
-            model.train(training)
-            return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted, params=known,
-                         dtype=dtype)  # fmt: skip
+        now = describe_params(model)
+        full.update({name: info for name, info in now.items() if name not in full})
+        known = {name: replace(full[name], trainable=info.trainable) for name, info in now.items()}
+        with _as_before(model, training), torch.inference_mode(False), torch.enable_grad():
+            try:
+                return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
+                             params=known, dtype=dtype)  # fmt: skip
+            except AutoparError:
+                raise
+            except Exception as error:  # whatever it is: all ranks hear of it in one way
+                raise TraceError(f"tracing stopped: {type(error).__name__}: {error}",
+                                 where=user_line(error)) from error  # fmt: skip
 
     return retrace
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
+    """In the mode asked for; if it is in it, submodules are as the user has put them."""
+    modes = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, before in modes:
+            module.training = before
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, training: bool) -> Iterator[None]:
     """Tracing runs forward as Python: it leaves no module in another mode, and draws no numbers
     that other ranks would not draw."""
-    modes = [(module, module.training) for module in model.modules()]
     drawn = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), modes_kept(model, training):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
 
@@ -75,4 +95,4 @@ def once(own: Tracer, place: World) -> Tracer:
 def _told(error: Exception) -> AutoparError:
     if isinstance(error, AutoparError):
         return error
-    return RunError(f"tracing stopped: {type(error).__name__}: {error}", where="rank 0")
+    return TraceError(f"tracing stopped: {type(error).__name__}: {error}", where="rank 0")

@@ -19,7 +19,9 @@ from .blocks import Piece, Traits, cut, mark_grads, split_main, traits
 from .call import Call
 from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
 from .clean import flatten, info_of
+from .form import Form
 from .repeat import find_stacks, shortened
+from .watch import Read
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Traced:
     consts: dict[str, Tensor]
     outputs: tuple[str, ...]
     rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
+    form: Form  # the structure of what the model returns
+    reads: frozenset[Read]  # attributes of modules that decided what was traced
 
 
 def trace(
@@ -189,7 +193,7 @@ def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
     prologue = _prologue(flat, pieces)
     rowless = frozenset(n.name for n in prologue.nodes if not _has_rows(info_of(n)))
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless)  # fmt: skip
+                  rowless, captured.form, captured.reads)  # fmt: skip
 
 
 def _has_rows(info: Any) -> bool:
