@@ -302,7 +302,7 @@ def _tell(plan: Plan, traced: Traced) -> None:
 
 def _check_rows(plan: Plan, traced: Traced) -> None:
     """Ops that look at several rows at once allow replicas only where we can join them."""
-    coupled = _couples(traced)
+    coupled = set(traced.graph.coupled)
     split = plan.num_micro_batches > 1
     if split and coupled - {"batch_norm"}:
         raise PlanError(
@@ -314,17 +314,13 @@ def _check_rows(plan: Plan, traced: Traced) -> None:
 
 def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
     """One replica where ops look at several rows at once, whatever was asked for."""
-    coupled = sorted(_couples(traced) - {"batch_norm"})
+    coupled = sorted(set(traced.graph.coupled) - {"batch_norm"})
     if not coupled:
         return limits
     if tell and limits.dp not in (None, 1):
         log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
                     limits.dp, ", ".join(coupled))  # fmt: skip
     return msgspec.structs.replace(limits, dp=1)
-
-
-def _couples(traced: Traced) -> set[str]:
-    return {op for kind in traced.graph.kinds.values() for op in kind.couples_rows}
 
 
 def _is_pure_data(plan: Plan) -> bool:

@@ -239,7 +239,7 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
     for r, replica in enumerate(replicas):
         for s, stage in enumerate(replica.stages):
             _check_shardings(plan, stage, graph, f"Plan.replicas[{r}].stages[{s}].shardings")
-    coupled = sorted({op for kind in graph.kinds.values() for op in kind.couples_rows})
+    coupled = list(graph.coupled)
     if coupled and any(replica.num_micro_batches > 1 for replica in replicas):
         raise PlanError(
             f"{', '.join(coupled)} uses statistics of the whole batch, so micro-batches would "

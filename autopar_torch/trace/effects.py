@@ -11,7 +11,7 @@ import linecache
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Effects:
         """Around the whole trace."""
         _refuse_backward_hooks(self.model)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_restored(self.model))
             stack.enter_context(self._noted())
             stack.enter_context(_functions_refused())
             stack.enter_context(_hooks_asked(self.model))
@@ -55,8 +56,7 @@ class Effects:
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )  # fmt: skip
         for module in self.model.modules():
-            key = _changed(before.get(id(module), {}), _snapshot(module))
-            if key:
+            for key in _changed(before.get(id(module), {}), _snapshot(module)):
                 raise TraceError(
                     f"forward changes {names.get(id(module)) or 'the model'}.{key}, and a trace "
                     "would change it once", where=self.lines.get((id(module), key), "forward"),
@@ -92,19 +92,46 @@ def _line(file: str, number: int) -> str:
     return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
+class _Filled(NamedTuple):
+    """A list, dict or set, and what it held."""
+
+    thing: Any
+    items: list[Any]
+
+    def restore(self) -> Any:
+        self.thing.clear()
+        (self.thing.extend if isinstance(self.thing, list) else self.thing.update)(self.items)
+        return self.thing
+
+
 def _snapshot(module: nn.Module) -> dict[str, Any]:
     """Attributes as they are; of lists and dicts what they hold."""
-    return {name: (value, list(value.items() if isinstance(value, dict) else value))
+    return {name: _Filled(value, list(value.items() if isinstance(value, dict) else value))
             if isinstance(value, (list, dict, set)) else value
             for name, value in attributes(module) if name != "training"}  # fmt: skip
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    for key in {**before, **now}:
-        old, new = before.get(key, before), now.get(key, before)
-        if old is not new and not _equal(old, new):
-            return key
-    return ""
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """What the trace has changed is as it was: the first call of forward is still to come."""
+    before = [(module, _snapshot(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, then in before:
+            now = vars(module)
+            for key in _changed(then, _snapshot(module)):
+                if key in then:
+                    old = then[key]
+                    now[key] = old.restore() if isinstance(old, _Filled) else old
+                else:
+                    del now[key]
+
+
+def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    gone = object()
+    pairs = [(key, then.get(key, gone), now.get(key, gone)) for key in {**then, **now}]
+    return [key for key, old, new in pairs if old is not new and not _equal(old, new)]
 
 
 def _equal(old: Any, new: Any) -> bool:
