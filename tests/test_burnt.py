@@ -278,6 +278,8 @@ class Checkpointed(Net):
     reentrant = False
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = checkpoint(self.layers[0], x, use_reentrant=self.reentrant)  # needs no gradient yet
+        x = self.norm(x)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return super().forward(x, y)
@@ -301,7 +303,7 @@ def claim_what_a_trace_would_lose_is_trained_untraced_and_refused_where_split() 
         assert all(word in said for word in words), (kind, said)
         random.seed(0)
         model = parallel(DP2, kind)
-        first = [step_losses(model) for _ in range(1)][0]
+        first = step_losses(model)
         random.seed(0)
         assert near(first, step_losses(net(kind))), kind
         assert words[0] in model.fallback_reason, kind

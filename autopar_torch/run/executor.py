@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -18,6 +19,7 @@ from .stage import StageRunner, Values
 from .world import World
 
 Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 Share = Callable[[dict[int, Values]], None]  # micro-batch -> outputs, if this rank computes them
 _TAGS = 4096  # values per message, so that every message has a tag of its own
 _NEXT = 3  # actions: up to the receive after a computation
@@ -101,9 +103,11 @@ class Executor:
     """One step of one rank's action list."""
 
     def __init__(self, stages: dict[int, StageRunner], replica: Replica, mail: Mail,
-                 reducer: Reducer | None, recorder: Recorder | Silent) -> None:  # fmt: skip
+                 reducer: Reducer | None, recorder: Recorder | Silent,
+                 around: Around = contextlib.nullcontext) -> None:  # fmt: skip
+        """`around`: what forwards run in, as autocast."""
         self.stages, self.replica, self.mail, self.reducer = stages, replica, mail, reducer
-        self.recorder = recorder
+        self.recorder, self.around = recorder, around
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
         self.results: dict[int, Values] = {}
 
@@ -178,7 +182,8 @@ class Executor:
         runner = self.stages[stage]
         start, end = self.rows[mb]
         arrived = self.values.pop((stage, "F", mb), {})
-        left = runner.forward(mb, end - start, arrived, self.context(stage, mb), self.train)
+        with self.around():
+            left = runner.forward(mb, end - start, arrived, self.context(stage, mb), self.train)
         if runner.outputs:
             self.results[mb] = left
         else:

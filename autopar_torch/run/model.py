@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -162,7 +163,7 @@ class ParallelModel(nn.Module):
         """The loss of the global batch, or an object with it and the outputs asked for."""
         doors.refuse_wrapped(self)
         call, tensors = take_apart(args, kwargs)
-        with torch.autocast(self.device.type, enabled=False):  # programs have it in them
+        with torch.autocast(self.device.type, enabled=False):  # only forwards run in it
             return self._called(call, [t.to(self.device) for t in tensors])
 
     def _called(self, call: Call, tensors: list[Tensor]) -> Any:
@@ -224,20 +225,22 @@ class ParallelModel(nn.Module):
             self.store.refresh()
         if train:
             self.reducer.begin(in_step)
-        with self.recorder.computing("batch"):
+        with self.recorder.computing("batch"), call.surroundings(self.device):
             whole = program.prologue.for_batch(call, tensors)
         cache: dict[int, dict[str, Any]] = {}
 
         def context(_: int, mb: int) -> dict[str, Any]:
             if mb not in cache:
-                cache[mb] = program.prologue.for_rows(call, tensors, whole, *rows[mb])
+                with call.surroundings(self.device):
+                    cache[mb] = program.prologue.for_rows(call, tensors, whole, *rows[mb])
             return cache[mb]
 
         actions = program.schedule(len(rows), train)
         position = actions.position_of[min(program.stages)]
         mail = Mail(self.world, replica, self.device)
+        around = partial(call.surroundings, self.device)
         executor = Executor(program.stages, replica, mail, self.reducer if train else None,
-                            self.recorder)  # fmt: skip
+                            self.recorder, around)  # fmt: skip
         values: dict[str, Tensor] = {}
         sums: list[Any] = []
 

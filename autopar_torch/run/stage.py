@@ -106,6 +106,8 @@ class StageRunner:
             values.update(zip(cell.results, results, strict=True))
         names = self.outputs or {name: name for name in self.leaving}
         left = {name: values[v] if v in values else context[v] for name, v in names.items()}
+        left |= {n: left[n].to(getattr(torch, info.dtype)) for n, info in self.leaving.items()
+                 if isinstance(left[n], Tensor)}  # under autocast it may be another  # fmt: skip
         if train:
             self.kept[micro_batch] = (arrived, left)
         return {n: v.detach() if isinstance(v, Tensor) else v for n, v in left.items()}

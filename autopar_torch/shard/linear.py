@@ -88,5 +88,10 @@ class _Direct(torch.autograd.Function):
 
 def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                   turned: bool = True) -> Tensor:  # fmt: skip
-    """`linear`, or (not turned) `addmm`, by a weight that is a leaf."""
+    """`linear`, or (not turned) `addmm`, by a weight that is a leaf; under autocast as torch does
+    it, which casts both."""
+    if torch.is_autocast_enabled(x.device.type):
+        if turned or bias is None:
+            return F.linear(x, weight if turned else weight.t(), bias)
+        return torch.addmm(bias, x, weight)
     return cast(Tensor, _Direct.apply(x, weight, bias, turned))

@@ -151,9 +151,9 @@ def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
     if isinstance(whole, (tuple, list)):
         return all(_joins(w, p, i) for w, p, i in zip(whole, zip(*parts, strict=True), info,
                                                      strict=True))  # fmt: skip
-    if not isinstance(whole, Tensor) or _dim(info) is None:
+    dim = _dim(info) if isinstance(whole, Tensor) else None
+    if dim is None:
         return True
-    dim = _dim(info)
     sizes = [p.shape[d] for p in parts for d in range(p.dim()) if d != dim]
     if sizes != [whole.shape[d] for d in range(whole.dim()) if d != dim] * len(parts):
         return False

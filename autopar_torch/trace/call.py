@@ -32,7 +32,7 @@ class Call:
         """Equal for calls that one trace can serve, whatever their number of rows."""
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
         leaves = tuple(map(_shown, self.leaves))
-        return (str(self.spec), leaves, shapes, self.dtypes, self.rows, self.autocast)
+        return (str(self.spec), leaves, shapes, self.dtypes, self.rows)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
@@ -43,7 +43,10 @@ class Call:
 
     @contextlib.contextmanager
     def surroundings(self, device: torch.device) -> Iterator[None]:
-        """Autocast as it was around the call."""
+        """Autocast as it was around the call. A trace is made without, and run with it."""
+        if not self.autocast:
+            yield
+            return
         dtype = dict(self.autocast).get(device.type)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             yield

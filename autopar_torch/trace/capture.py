@@ -176,7 +176,7 @@ def capture(
     flat.training = model.training
     names = dict(_canonical(model))
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen()):  # fmt: skip
+          torch.autocast(device.type, enabled=False), flat.effects.seen()):  # fmt: skip
         try:
             program = torch.export.export(flat, _inputs(call, mode, device, dtype), strict=False)
         except AutoparError:

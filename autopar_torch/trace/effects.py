@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
 from .watch import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hooks
@@ -204,12 +205,20 @@ def _functions_refused() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return own.__func__(cls, *args, **kwargs) if is_library(cls) else _refuse_function(cls)
 
+    def unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
+        trained = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            return run(*args)
+
+    # Reentrant checkpoints run forward without gradients and again in backward: once is enough.
+    CheckpointFunction.apply = staticmethod(unrolled)  # type: ignore[method-assign, assignment]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     for function in known:  # `f = F.apply`, taken before, does not ask Function again
         function.forward = staticmethod(_refusing(function))
     try:
         yield
     finally:
+        del CheckpointFunction.apply
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
         for function, forward in saved:
             if forward is None:
