@@ -403,7 +403,7 @@ def claim_autocast_around_forward_is_as_in_one_process() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=m is not exact):
                 losses.append(m(x, y)[1])
             losses[-1].backward()
-        assert near(losses[0], losses[1], 3e-3) and not near(losses[0], losses[2], 1e-6), degrees
+        assert near(losses[0], losses[1], 1e-4) and not near(losses[0], losses[2], 1e-6), degrees
         without = model(x, y)[1]
         assert near(without, losses[2]), degrees
 

@@ -322,6 +322,8 @@ class SyncBatchNorm(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None,
                 running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:  # fmt: skip
+        given = x.dtype
+        x = x.float() if given in (torch.bfloat16, torch.float16) else x  # as torch: for statistics
         weight = x.new_ones(x.shape[1]) if weight is None else weight
         bias = x.new_zeros(x.shape[1]) if bias is None else bias
         y, mean, var, total = cast(Any, _SyncNorm.apply(x, weight, bias, self.eps, self.axis))
@@ -329,7 +331,7 @@ class SyncBatchNorm(nn.Module):
             with torch.no_grad():
                 running_mean.lerp_(mean.detach(), self.momentum)
                 running_var.lerp_(var.detach() * total / (total - 1), self.momentum)
-        return cast(Tensor, y)
+        return cast(Tensor, y.to(given))
 
 
 class OwnRandom(nn.Module):

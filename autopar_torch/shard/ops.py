@@ -39,8 +39,10 @@ def sum_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, start: 
     """Sum of cross-entropies in fewer passes over the logits than softmax and loss apart.
 
     The logits may be those of classes start, start+1, ... only; `reduce` then joins the ranks.
-    Where nothing else reads them, they need no copy: `overwrite`.
+    Where nothing else reads them, they need no copy: `overwrite`. Autocast has losses in float32.
     """
+    if torch.is_autocast_enabled(logits.device.type):
+        logits = logits.float()
     return cast(Tensor, _SumLoss.apply(logits, target, ignore_index, start, reduce, overwrite))
 
 
