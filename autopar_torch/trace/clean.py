@@ -43,14 +43,15 @@ def is_mutable(node: fx.Node) -> bool:
 def flatten(captured: Captured) -> fx.Graph:
     """A new graph of plain ops with a TensorInfo on every node."""
     graph = fx.Graph()
-    graph.output(_copy(graph, captured.module, {}))
+    params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
+    graph.output(_copy(graph, captured.module, {}, params))
     _out_of_place(graph)
     _drop_no_ops(graph)
     _drop_dead(graph)
     return graph
 
 
-def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any]) -> Any:
+def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozenset[str]) -> Any:
     """Copy the nodes of one (nested) graph and return what it returns."""
     for node in module.graph.nodes:
         if node.op == "output":
@@ -58,7 +59,7 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any]) -> Any:
         if node in env or "_assert" in str(node.target) or node.op == "get_attr":
             continue
         if "wrap_with_set_grad_enabled" in str(node.target):
-            env[node] = _inline(graph, node, module, env)
+            env[node] = _inline(graph, node, module, env, params)
         elif _picks_from_region(node, env):
             region, item = cast(Any, node.args)  # getitem of an inlined region
             env[node] = env[region][item]
@@ -74,12 +75,18 @@ def _picks_from_region(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
     return isinstance(first, fx.Node) and isinstance(env.get(first), tuple)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any]) -> Any:
+def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
+            params: frozenset[str]) -> Any:  # fmt: skip
+    """A region of its own gradient mode. Without gradients nothing in it sees that its inputs have
+    any: some ops (`out=`) refuse those. Buffers stay themselves: it may write to them."""
     enabled, inner_ref, *args = node.args
     inner = getattr(module, str(cast(Any, inner_ref).target))
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-    inner_env = {p: env[cast(fx.Node, a)] for p, a in zip(places, args, strict=True)}
-    results = tuple(_copy(graph, inner, inner_env))
+    given = [env[cast(fx.Node, a)] for a in args]
+    if not enabled:
+        given = [_detached(graph, v) if v.op != "placeholder" or v.name in params else v
+                 for v in given]  # fmt: skip
+    results = tuple(_copy(graph, inner, dict(zip(places, given, strict=True)), params))
     return results if enabled else tuple(_detached(graph, r) for r in results)
 
 

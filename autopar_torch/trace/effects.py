@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import TraceError
 from .watch import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hooks
 
+_TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
 
 
@@ -58,6 +59,8 @@ class Effects:
             )  # fmt: skip
         for module in self.model.modules():
             for key in _changed(before.get(id(module), {}), _snapshot(module)):
+                if self.lines.get((id(module), key), "").startswith(_TORCH):
+                    continue  # weight_norm, pruning: derived from parameters in every forward
                 raise TraceError(
                     f"forward changes {names.get(id(module)) or 'the model'}.{key}, and a trace "
                     "would change it once", where=self.lines.get((id(module), key), "forward"),
@@ -246,7 +249,7 @@ def _refuse_function(function: Any) -> Tensor:
 
 def _caller() -> str:
     """The innermost line that is neither torch's nor ours."""
-    frame, homes = sys._getframe(2), (torch.__file__.rsplit("/", 1)[0], __file__.rsplit("/", 1)[0])
+    frame, homes = sys._getframe(2), (_TORCH, __file__.rsplit("/", 1)[0])
     while frame.f_back is not None and frame.f_code.co_filename.startswith(homes):
         frame = frame.f_back
     return _line(frame.f_code.co_filename, frame.f_lineno)
