@@ -95,6 +95,11 @@ class ModelGraph(Struct, frozen=True, dict=True):
         found = {op for kind in self.kinds.values() for op in kind.couples_rows}
         return tuple(sorted(found | set(self.couples_rows)))
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Kinds that change buffers: once a step, so they have one micro-batch."""
+        return tuple(name for name, kind in self.kinds.items() if kind.mutates)
+
     def kind_of(self, block: int) -> Kind:
         return self.kinds[self.blocks[block].kind]
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import autopar_torch as ap
@@ -231,6 +232,27 @@ def claim_a_hook_that_only_looks_is_refused_once_there_is_a_plan() -> None:
     model.module.layers[1].register_forward_hook(lambda *_: None)
     said = refused(lambda: model(*batch()))
     assert "hook" in said and "layers.1" in said, said
+
+
+class Spectral(Net):
+    """Its norm writes into buffers, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.layers[1])
+        nn.utils.parametrizations.weight_norm(self.head)
+        nn.utils.weight_norm(self.layers[2])
+        prune.random_unstructured(self.layers[3], "weight", 0.5)
+
+
+def claim_norms_of_weights_are_traced_or_refused_where_they_would_run_too_often() -> None:
+    want = step_losses(net(Spectral))
+    for degrees in (TP2, DP2, {"dp": 2, "zero": 3}, {"pp": 2}):
+        model = parallel(degrees, Spectral)
+        assert near(step_losses(model), want) and not model.fallback_reason, degrees
+    for degrees in (PP2, TP2 | {"num_micro_batches": 2}):
+        said = refused(lambda d=degrees: parallel(d, Spectral)(*batch()))
+        assert "changes a buffer" in said and "num_micro_batches=1" in said, said
 
 
 class Reversal(torch.autograd.Function):
