@@ -16,7 +16,18 @@ from .errors import AutoparError, PlanError, TraceError
 from .guards import Guards
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
-from .run import agree, choose, fallback, observe, offline, shardings, survey, tracing, world
+from .run import (
+    agree,
+    choose,
+    doors,
+    fallback,
+    observe,
+    offline,
+    shardings,
+    survey,
+    tracing,
+    world,
+)
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
@@ -74,6 +85,7 @@ def parallelize(
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
                         fix="0 tries none, confirm=8 the best eight")  # fmt: skip
+    doors.refuse_split(model)
     limits = _limits(constraints)
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
@@ -98,7 +110,7 @@ def parallelize(
         args, kwargs = _as_call(example_inputs)
         call, tensors, settle = parallel.same_batch.take(args, kwargs, model.training)
         settle()
-        prepare(parallel, call, tensors)
+        parallel.start(call, tensors)
     return parallel
 
 
@@ -311,7 +323,7 @@ def _tell(plan: Plan, traced: Traced) -> None:
 
 def _check_rows(plan: Plan, traced: Traced) -> None:
     """Ops that look at several rows at once allow replicas only where we can join them."""
-    coupled = _couples(traced)
+    coupled = set(traced.graph.coupled)
     split = plan.num_micro_batches > 1
     if split and coupled - {"batch_norm"}:
         raise PlanError(
@@ -323,17 +335,13 @@ def _check_rows(plan: Plan, traced: Traced) -> None:
 
 def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
     """One replica where ops look at several rows at once, whatever was asked for."""
-    coupled = sorted(_couples(traced) - {"batch_norm"})
+    coupled = sorted(set(traced.graph.coupled) - {"batch_norm"})
     if not coupled:
         return limits
     if tell and limits.dp not in (None, 1):
         log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
                     limits.dp, ", ".join(coupled))  # fmt: skip
     return msgspec.structs.replace(limits, dp=1)
-
-
-def _couples(traced: Traced) -> set[str]:
-    return {op for kind in traced.graph.kinds.values() for op in kind.couples_rows}
 
 
 def _is_pure_data(plan: Plan) -> bool:

@@ -87,6 +87,18 @@ class ModelGraph(Struct, frozen=True, dict=True):
     outputs: dict[str, str]  # name ("loss", "logits") -> value
     replicated_ops: tuple[str, ...] = ()  # ops without a splitting rule, for the report
     summed: tuple[str, ...] = ()  # outputs that are sums over the rows
+    couples_rows: tuple[str, ...] = ()  # ops on the batch, before any parameter, that mix its rows
+
+    @property
+    def coupled(self) -> tuple[str, ...]:
+        """Every op, of a block or before all blocks, that looks at several rows at once."""
+        found = {op for kind in self.kinds.values() for op in kind.couples_rows}
+        return tuple(sorted(found | set(self.couples_rows)))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Kinds that change buffers: once a step, so they have one micro-batch."""
+        return tuple(name for name, kind in self.kinds.items() if kind.mutates)
 
     def kind_of(self, block: int) -> Kind:
         return self.kinds[self.blocks[block].kind]

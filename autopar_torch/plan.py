@@ -265,8 +265,14 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
     for r, replica in enumerate(replicas):
         for s, stage in enumerate(replica.stages):
             _check_shardings(plan, stage, graph, f"Plan.replicas[{r}].stages[{s}].shardings")
-    coupled = sorted({op for kind in graph.kinds.values() for op in kind.couples_rows})
-    if coupled and any(replica.num_micro_batches > 1 for replica in replicas):
+    coupled = list(graph.coupled)
+    split = any(replica.num_micro_batches > 1 for replica in replicas)
+    if graph.writes and split and not coupled:
+        block = next(b.name for b in graph.blocks if b.kind in graph.writes)
+        raise PlanError(f"{block} changes a buffer in forward, once a step, so micro-batches would "
+                        "change it too often", where="Plan.replicas[*].num_micro_batches",
+                        fix="use num_micro_batches=1")  # fmt: skip
+    if coupled and split:
         raise PlanError(
             f"{', '.join(coupled)} uses statistics of the whole batch, so micro-batches would "
             "change the numbers",

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, fx, nn
 
 import zoo
-from autopar_torch.errors import AutoparError, TraceError
+from autopar_torch.errors import AutoparError, PlanError, TraceError
 from autopar_torch.model import ROWS, at_rows
 from autopar_torch.run import tracing
 from autopar_torch.trace import Traced, sent, trace
@@ -103,7 +103,7 @@ def test_who_reads_a_trace_has_what_the_tracing_rank_found(name: str) -> None:
 
 
 class Scaled(nn.Module):
-    """A plain tensor on a module, a frozen norm, and chance outside of torch."""
+    """A plain tensor on a module, and a frozen norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,14 @@ class Scaled(nn.Module):
         self.scale = torch.full((4,), 2.0, requires_grad=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = 1.0 if random.random() < 2 else 0.0
-        return (self.linear(x) * self.scale * kept).sum()
+        return (self.linear(x) * self.scale).sum()
+
+
+class Chancy(Scaled):
+    """Chance outside of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
 
 
 def test_constants_travel_with_a_trace() -> None:
@@ -125,11 +131,12 @@ def test_constants_travel_with_a_trace() -> None:
 
 
 def test_tracing_leaves_modes_and_random_numbers_as_they_were() -> None:
-    model, cpu = Scaled(), torch.device("cpu")
+    model, cpu = Chancy(), torch.device("cpu")
     random.seed(0)
     expected = random.Random(0).random()
     own = tracing.tracer(model, cpu, lambda out: out, "float32")
-    own(take_apart((torch.ones(2, 4),), {})[0], True, None)
+    with pytest.raises(TraceError, match="random numbers from Python"):
+        own(take_apart((torch.ones(2, 4),), {})[0], True, None)
     assert random.random() == expected
     assert (model.training, model.norm.training) == (True, False)
 
@@ -162,7 +169,7 @@ def test_what_stops_the_tracing_rank_stops_the_others_with_the_same_words() -> N
 
 
 def test_no_loss_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TraceError, match="loss_fn"):
+    with pytest.raises(PlanError, match="loss_fn"):
         traced(nn.Linear(4, 4), input=torch.zeros(2, 4))
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, TraceError
 from ..plan import Plan
-from ..trace.call import Call, named_outputs
+from ..trace.call import Call
 from ..trace.capture import LossFn
+from ..trace.form import Form, form_of, take_outputs
 from .handover import hand_over
 from .randomness import dropout_apart
-from .returned import Outputs
+from .returned import returned
 
 if TYPE_CHECKING:
     from .model import ParallelModel
@@ -77,40 +78,44 @@ class _Step(nn.Module):
 
     def forward(self, call: Call, tensors: list[Tensor]) -> Any:
         parallel = self.parent[0]
-        if parallel.training and torch.is_grad_enabled():
-            parallel.begin_step()
+        if not (parallel.training and torch.is_grad_enabled()):
+            return self._whole(parallel, call, tensors)
+        parallel.begin_step()
         if parallel.world.size == 1:
-            return self._step(call, tensors)
+            return self._step(parallel, call, tensors)
         with parallel.numbers.drawing(python=True), dropout_apart(parallel.replica):
-            return self._step(call, tensors)
+            return self._step(parallel, call, tensors)
 
-    def _step(self, call: Call, tensors: list[Tensor]) -> Any:
-        parallel = self.parent[0]
+    def _step(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:
         rows = parallel.local_slice(call.num_rows)
         share = (rows.stop - rows.start) / call.num_rows
-        train = parallel.training and torch.is_grad_enabled()
-        loss = torch.zeros((), device=parallel.device)
+        loss, form = torch.zeros((), device=parallel.device), form_of(["loss"])
         if share:
-            args, kwargs = call.rebuild(call.slice(tensors, rows.start, rows.stop))
-            loss = self._loss(parallel.module, args, kwargs) * share
-        grads = self._grads(parallel, loss) if train else []
+            own = call.rebuild(call.slice(tensors, rows.start, rows.stop))
+            with call.surroundings(parallel.device):
+                form, named = self._named(parallel.module, *own)
+            loss = _loss(named) * share
         total = parallel.world.sum(loss.detach().clone())
-        if train:
-            parts = {(rows.start, rows.stop): loss} if share else {}
-            parallel.losses.look(parallel.num_steps, parallel.replica, total, parts)
-            total = hand_over(parallel._anchor, total, grads)
-        return total if not parallel.outputs else Outputs(loss=total)
+        parts = {(rows.start, rows.stop): loss} if share else {}
+        parallel.losses.look(parallel.num_steps, parallel.replica, total, parts)
+        total = hand_over(parallel._anchor, total, self._grads(parallel, loss))
+        return returned({"loss": total}, form, call.num_rows, train=True)
 
-    def _loss(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    def _whole(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:
+        """Every rank has all of the module: without gradients it runs the whole batch itself."""
+        with call.surroundings(parallel.device):
+            form, named = self._named(parallel.module, *call.rebuild(tensors))
+        return returned(named, form, call.num_rows, train=False)
+
+    def _named(self, module: nn.Module, args: Any,
+               kwargs: Any) -> tuple[Form, dict[str, Tensor]]:  # fmt: skip
         target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
         output = module(*args, **kwargs)
+        form, named = take_outputs(output)
         if self.loss_fn and target:
-            return self.loss_fn(output, *target)
-        named = named_outputs(output)
-        if "loss" not in named:
-            raise PlanError("the model returns no loss", where="forward",
-                            fix="return a scalar loss, or pass loss_fn=")  # fmt: skip
-        return named["loss"]
+            named = {**named, "loss": self.loss_fn(output, *target)}
+            form = form_of(named)
+        return form, named
 
     def _grads(self, parallel: ParallelModel, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
         params = [p for p in parallel.module.parameters() if p.requires_grad]
@@ -126,3 +131,10 @@ class _Step(nn.Module):
                 full = torch.zeros_like(param) if grad is None else grad.contiguous()
                 result.append((cast(Tensor, param), parallel.world.sum(full)))
         return result
+
+
+def _loss(named: dict[str, Tensor]) -> Tensor:
+    if "loss" not in named:
+        raise PlanError("the model returns no loss", where="forward",
+                        fix="return a scalar loss, or pass loss_fn=")  # fmt: skip
+    return named["loss"]

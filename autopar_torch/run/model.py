@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from .. import files, schedule as schedules
 from ..errors import PlanError, RunError
 from ..guards import Guards
+from ..model import ModelGraph
 from ..plan import Plan
 from ..search.best import Outcome
 from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
-from ..trace import Traced, autocast
+from ..trace import Traced
 from ..trace.call import Call
-from . import checkpoint, shardings, state
+from ..trace.watch import Watch, replaced, tensors_of
+from . import checkpoint, doors, shardings, state, tracing
 from .batches import SameBatch, Settle
 from .context import Prologue
 from .drift import Copy, Drift
@@ -30,7 +33,7 @@ from .losses import Losses
 from .params import ParamStore, Reducer
 from .randomness import OwnNumbers, draws
 from .record import SILENT, Recorder, Silent, joined
-from .returned import returned
+from .returned import forward_only, returned
 from .stage import StageRunner
 from .world import World
 
@@ -50,11 +53,19 @@ class Program:
                 peers = model.replica_axis(s)
                 self.stages[s] = StageRunner(traced, plan, stage, store, world.tensor_axes(stage),
                                              peers, model.device)  # fmt: skip
+        model.watch.learn(traced.reads)
+        self.state, self.number = model.watch.described(traced.reads), model.watch.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
         self.draws = world.size > 1 and draws(traced.programs.values())
         self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
+
+    def serves(self, watch: Watch) -> bool:
+        """Whether nothing that decided what was traced is otherwise now."""
+        if self.number != watch.number and self.state == watch.described(self.traced.reads):
+            self.number = watch.number
+        return self.number == watch.number
 
     def schedule(self, num_micro_batches: int, train: bool) -> schedules.Schedule:
         """The action lists of this replica, proven free of deadlock."""
@@ -84,7 +95,8 @@ class ParallelModel(nn.Module):
         self.retrace: Callable[[Call, bool, tuple[str, ...] | None], Traced] | None = None
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, list[Program]] = {}
+        self.watch, self._looked = Watch(module), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
         self.fallback_reason = ""
@@ -123,20 +135,26 @@ class ParallelModel(nn.Module):
         self._plan, self.graph = plan, graph
         self.replica = next(r for r, rep in enumerate(plan.replicas)
                             if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
-        stages = [s for replica in plan.replicas for s in replica.stages]
         self.world.make_groups(_axis_groups(plan))
         self.world.enter_lanes(pair for replica in plan.replicas for pair in neighbours(replica))
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
-        mine = [s for s in stages if self.world.rank in s.devices]
-        blocks = {b: list(graph.blocks[b].params.values())
-                  for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
-        self.reducer = Reducer(self.store, blocks)
+        self.reducer = self._reducer()
         self.buffers_by_name = dict(self.module.named_buffers())
-        self._programs[self._key(call, True)] = Program(traced, plan, self)
+        doors.take(self.module)
+        self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
+        self._programs[(call.key, True)] = [Program(traced, plan, self)]
+        self._looked = self.watch.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
                      if self.world.rank in s.devices)  # fmt: skip
         self.draw_as(min(group))
+
+    def _reducer(self) -> Reducer:
+        mine = [s for replica in self.plan.replicas for s in replica.stages
+                if self.world.rank in s.devices]  # fmt: skip
+        blocks = {b: list(self.graph.blocks[b].params.values())
+                  for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
+        return Reducer(self.store, blocks)
 
     def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
@@ -152,42 +170,70 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
+        doors.refuse_wrapped(self)
         train = self.training and torch.is_grad_enabled()
         with self.world.doing("forward" if train else "evaluation"):
-            return self._forward(args, kwargs)
+            call, tensors, settle = self.same_batch.take(args, kwargs, self.training,
+                                                         self.fingerprint_hash())  # fmt: skip
+            with torch.autocast(self.device.type, enabled=False):  # it is a part of the program
+                return self._called(call, [t.to(self.device) for t in tensors], train, settle)
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, tensors, settle = self.same_batch.take(args, kwargs, self.training)
-        tensors = [t.to(self.device) for t in tensors]
+    def _called(self, call: Call, tensors: list[Tensor], train: bool, settle: Settle) -> Any:
         if self._plan is None:
             settle()
-            self._prepare(self, call, tensors)
+            self.start(call, tensors)
         if self.fallback_reason:
             settle()
             return cast(Any, self.fallback)(call, tensors)
         train = self.training and torch.is_grad_enabled()
-        program = self._program(call, settle)
-        half = autocast.active(self.device) == torch.float16
+        program = self._program(call, train, settle)
+        half = dict(call.autocast).get(self.device.type) == torch.float16
         scale = self.loss_scale.value if half else 1.0
-        drawing = self.numbers.drawing() if program.draws else contextlib.nullcontext()
-        # Autocast is a part of the program.
-        with drawing, torch.autocast(self.device.type, enabled=False):
+        with self.numbers.drawing() if program.draws else contextlib.nullcontext():
             results = self._run(program, call, tensors, train, scale, settle)
-        return returned(results, program.traced.outputs)
+        if not train:
+            results = forward_only(self._anchor, results)
+        return returned(results, program.traced.form, call.num_rows, train)
 
-    def _key(self, call: Call, training: bool) -> tuple[Any, ...]:
-        return call.key, training, autocast.active(self.device)
+    def start(self, call: Call, tensors: list[Tensor]) -> None:
+        """Trace and plan for training, whatever this call is for."""
+        doors.refuse_taken(self.module)
+        with (tracing.modes_kept(self.module, True), torch.inference_mode(False),
+              torch.enable_grad()):  # fmt: skip
+            self._prepare(self, call, [t.clone() if t.is_inference() else t for t in tensors])
 
-    def _program(self, call: Call, settle: Settle) -> Program:
-        key = self._key(call, self.training)
-        if key not in self._programs:
+    def fingerprint_hash(self) -> int:
+        """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
+        and the attributes that forward reads."""
+        self.watch.look()
+        return self.watch.digest
+
+    def _program(self, call: Call, train: bool, settle: Settle) -> Program:
+        if self.watch.look() != self._looked:
             settle()
-            wanted = ("loss", *self.outputs) if self.training else None
-            traced = cast(Any, self.retrace)(call, self.training, wanted)
-            rows = max(1, call.num_rows // self.plan.num_micro_batches)
-            plan = shardings.again(self.plan, self.graph, traced, rows)
-            self._programs[key] = Program(traced, plan, self)
-        return self._programs[key]
+            self._follow()
+        known = self._programs.setdefault((call.key, train), [])
+        for program in known:
+            if program.serves(self.watch):
+                return program
+        settle()
+        wanted = ("loss", *self.outputs) if train else None
+        traced = cast(Any, self.retrace)(call, self.training, wanted)
+        rows = max(1, call.num_rows // self.plan.num_micro_batches)
+        plan = shardings.again(self.plan, self.graph, traced, rows)
+        known.append(Program(traced, plan, self))
+        return known[-1]
+
+    def _follow(self) -> None:
+        """Something in the module has changed: refuse what the plan cannot follow."""
+        doors.refuse_replaced(replaced(self.module, self._tensors))
+        frozen = _frozen(self.module)
+        if frozen != self._frozen:
+            doors.refuse_frozen(frozen ^ self._frozen, self.plan.zero)
+            self.graph = _with_frozen(self.graph, frozen)
+            self.store.follow(self.graph)
+            self.reducer, self._frozen = self._reducer(), frozen
+        self._looked = self.watch.number
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
              train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:  # fmt: skip
@@ -312,12 +358,19 @@ class ParallelModel(nn.Module):
         if kind.is_floating_point and state.is_summed(program.traced, name):
             kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
         full = torch.zeros(info.at(num_rows), dtype=kind, device=self.device)
-        per_row = info.at(2)[0] - info.at(1)[0] if info.shape else 0
+        sizes = zip(info.at(1), info.at(2), strict=True)
+        dims = [(d, two - one) for d, (one, two) in enumerate(sizes) if two > one]
+        if len(dims) > 1 and len(rows) > 1:
+            raise RunError(
+                "an output has the batch in more than one dim", where=name,
+                fix="do not return it, or use one replica and num_micro_batches=1",
+            )  # fmt: skip
         for mb, values in parts.items():
             start, end = rows[mb]
             value = values[name]
-            if per_row:
-                full[start * per_row : end * per_row] = value
+            if len(dims) == 1:
+                (dim, each) = dims[0]
+                full.narrow(dim, start * each, (end - start) * each).copy_(value)
             elif state.is_summed(program.traced, name):
                 full += value
             elif start == 0:
@@ -334,6 +387,24 @@ class ParallelModel(nn.Module):
         return contextlib.nullcontext() if whole else self.world.meeting(name)
 
     # --- what training scripts use ----------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
+        """`.to()`, `.half()`, `.cuda()`: parameters lie where the plan has put them."""
+        if self._plan is None:
+            return super()._apply(fn, recurse)
+        doors.refuse_moved(fn, [*self.module.parameters(), *self.module.buffers()])
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise doors.no_copy()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise doors.no_copy()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """DDP asks for it first of all."""
+        raise doors.no_wrapper("DistributedDataParallel")
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The user's Parameter objects (this rank's parts)."""
@@ -373,13 +444,24 @@ class ParallelModel(nn.Module):
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""
-        programs = [p for prog in self._programs.values() for p in prog.stages.values()]
+        programs = [runner for known in self._programs.values() for p in known
+                    for runner in p.stages.values()]  # fmt: skip
         found = []
         for runner in programs:
             for index, cell in enumerate(runner.cells):
                 if name in cell.block.name:
                     found.append(f"# {cell.block.name}\n{runner.code(index)}")
         return "\n".join(found) or f"no block of this rank is called {name!r}"
+
+
+def _frozen(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
+
+
+def _with_frozen(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
+    params = {name: info if info.buffer else replace(info, trainable=name not in frozen)
+              for name, info in graph.params.items()}  # fmt: skip
+    return replace(graph, params=params)
 
 
 def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:

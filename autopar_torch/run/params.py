@@ -132,6 +132,16 @@ class ParamStore:
                                         device=self.device))  # fmt: skip
             else:
                 put(tensor, cast(Tensor, source(name)))
+        self._make_leaves()
+
+    def follow(self, graph: ModelGraph) -> None:
+        """Other parameters are trained from now on (never with ZeRO: pieces stay as they are)."""
+        self.graph = graph
+        for name, share in shares_of(self.plan, graph, self.world.rank, self.holdings).items():
+            self.held[name].share = share
+        self._make_leaves()
+
+    def _make_leaves(self) -> None:
         for held in self.held.values():
             self._make_leaf(held)
         whole = [held for held in self.held.values() if not held.zero]

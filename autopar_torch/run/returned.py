@@ -1,21 +1,132 @@
-"""What a call of the model returns."""
+"""What a call of the model returns: what the model itself would have returned.
+
+In training only the loss, and what `outputs=` asks for, comes from all ranks: the call returns the
+loss, which can be unpacked, indexed and asked for attributes like the model's own output; whatever
+was not gathered is there as a placeholder that says so when it is used.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from ..errors import RunError
+from ..trace.form import Form
 
-class Outputs(dict[str, Any]):
-    """What a model returned, by name, as items and as attributes."""
+
+class NotGatheredError(RunError, TypeError):
+    """An output was used that training does not bring together."""
+
+
+class Withheld:
+    """Stands for an output that was not gathered: any use of it is an error."""
+
+    def __init__(self, name: str, why: str, fix: str) -> None:
+        self.__dict__["told"] = name, why, fix
+
+    def __repr__(self) -> str:
+        return f"<{self.told[0]}: {self.told[1]}>"
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        raise _refusal(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        raise _refusal(next(leaf for leaf in flat if isinstance(leaf, Withheld)))
 
 
-def returned(values: dict[str, Tensor], names: tuple[str, ...]) -> Any:
-    return values["loss"] if names == ("loss",) else Outputs(values)
+def _refusal(used: Withheld) -> RunError:
+    name, why, fix = used.__dict__["told"]
+    return NotGatheredError(f"{name} {why}", where=f"the model's output {name!r}", fix=fix)
+
+
+def _refuse(self: Withheld, *_: Any, **__: Any) -> Any:
+    raise _refusal(self)
+
+
+_USES = (
+    "iter len bool float int index contains getitem setitem setattr call add radd sub rsub mul "
+    "rmul truediv rtruediv matmul rmatmul pow neg abs lt le gt ge eq ne array"
+)
+for _use in _USES.split():
+    setattr(Withheld, f"__{_use}__", _refuse)
+Withheld.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class Loss(Tensor):
+    """The loss, and around it what the model returned with it."""
+
+    own: Any
+    named: dict[str, Any]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        named = self.__dict__.get("named", {})
+        if name in named:
+            return named[name]
+        return getattr(self.__dict__.get("own"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (int, slice)):
+            return self.own[key]
+        return self.named[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.own
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        raise RunError(
+            "backward() of a loss that was computed in eval mode", where="loss.backward",
+            fix="call model.train() before the step: the backward runs inside forward",
+        )  # fmt: skip
+
+
+def forward_only(anchor: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In eval no gradients are made: a loss says so when it is asked for them."""
+    if torch.is_grad_enabled() and "loss" in values:
+        return {**values, "loss": cast(Tensor, _ForwardOnly.apply(anchor, values["loss"]))}
+    return values
+
+
+def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> Any:
+    """The model's own output; in training the loss, with the rest of the output around it."""
+    fill = partial(form.fill, absent=_not_gathered if train else _not_traced, rows=rows)
+    if not train:
+        return fill(values)
+    if form.is_bare:
+        return values["loss"]
+    loss = values["loss"].as_subclass(Loss)
+    loss.own, loss.named = fill(values), {n: _absent(n, values) for n in form.names}
+    return loss
+
+
+def _absent(name: str, values: dict[str, Tensor]) -> Any:
+    return values[name] if name in values else _not_gathered(name)
+
+
+def _not_gathered(name: str) -> Withheld:
+    fix = f"parallelize(..., outputs=({name!r},)), or ask for it in eval mode"
+    return Withheld(name, "is not gathered in training", fix)
+
+
+def _not_traced(name: str) -> Withheld:
+    return Withheld(name, "is no tensor, so a trace does not keep it",
+                    "return it as a tensor, or compute it outside of forward")  # fmt: skip

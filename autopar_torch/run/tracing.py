@@ -6,13 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from ..errors import AutoparError, RunError
+from ..errors import AutoparError, TraceError
+from ..model import ParamInfo
 from ..plan import Precision, check_precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
-from ..trace.capture import LossFn, describe_params
+from ..trace.capture import LossFn, describe_params, user_line
 from .randomness import untouched
 from .world import World
 
@@ -22,29 +24,38 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
            precision: Precision) -> Tracer:  # fmt: skip
     check_precision(precision)
-    known = describe_params(model)
+    full: dict[str, ParamInfo] = {}  # later the model holds parts of its parameters
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
     def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
-        with _as_before(model, device):
-            model.train(training)
-            return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted, params=known,
-                         dtype=dtype)  # fmt: skip
+        now = describe_params(model)
+        full.update({name: info for name, info in now.items() if name not in full})
+        known = {name: replace(full[name], trainable=info.trainable) for name, info in now.items()}
+        with (untouched(device), modes_kept(model, training), torch.inference_mode(False),
+              torch.enable_grad()):  # fmt: skip
+            try:
+                return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
+                             params=known, dtype=dtype)  # fmt: skip
+            except AutoparError:
+                raise
+            except Exception as error:  # whatever it is: all ranks hear of it in one way
+                raise TraceError(f"tracing stopped: {type(error).__name__}: {error}",
+                                 where=user_line(error)) from error  # fmt: skip
 
     return retrace
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Tracing runs forward as Python: it leaves no module in another mode, and draws no numbers
-    that other ranks would not draw."""
+def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
+    """In the mode asked for; if it is in it, submodules are as the user has put them."""
     modes = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
     try:
-        with untouched(device):
-            yield
+        yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in modes:
+            module.training = before
 
 
 def once(own: Tracer, place: World) -> Tracer:
@@ -76,4 +87,4 @@ def once(own: Tracer, place: World) -> Tracer:
 def _told(error: Exception) -> AutoparError:
     if isinstance(error, AutoparError):
         return error
-    return RunError(f"tracing stopped: {type(error).__name__}: {error}", where="rank 0")
+    return TraceError(f"tracing stopped: {type(error).__name__}: {error}", where="rank 0")

@@ -102,7 +102,7 @@ class Candidates(Sequence[Candidate]):
 def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, num_rows: int,
                limits: Constraints) -> Candidates:  # fmt: skip
     """Everything that fits the number of devices, blocks and rows."""
-    coupled = any(kind.couples_rows for kind in graph.kinds.values())
+    coupled = bool(graph.coupled or graph.writes)
     heads: list[tuple[int, ...]] = []
     for index, option in enumerate(options):
         rest, odd = divmod(num_devices, option.degree)

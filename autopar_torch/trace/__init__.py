@@ -15,11 +15,14 @@ from torch import Tensor, fx, nn
 from ..errors import TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from . import losses
+from .apart import mixing
 from .blocks import Piece, Traits, cut, mark_grads, split_main, traits
 from .call import Call
 from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
 from .clean import flatten, info_of
+from .form import Form
 from .repeat import find_stacks, shortened
+from .watch import Read
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Traced:
     consts: dict[str, Tensor]
     outputs: tuple[str, ...]
     rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
+    form: Form  # the structure of what the model returns
+    reads: frozenset[Read]  # attributes of modules that decided what was traced
 
 
 def trace(
@@ -185,11 +190,12 @@ def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
     added = tuple(name for name, value in outputs.items() if value in summed)
-    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added)
     prologue = _prologue(flat, pieces)
     rowless = frozenset(n.name for n in prologue.nodes if not _has_rows(info_of(n)))
+    mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
+    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless)  # fmt: skip
+                  rowless, captured.form, captured.reads)  # fmt: skip
 
 
 def _has_rows(info: Any) -> bool:

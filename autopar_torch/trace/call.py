@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,14 @@ class Call:
     dtypes: tuple[torch.dtype, ...]
     rows: tuple[bool, ...]
     num_rows: int
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # (device type, dtype) where it is on
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one trace can serve, whatever their number of rows."""
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
         leaves = tuple(map(shown, self.leaves))
-        return (str(self.spec), leaves, shapes, self.dtypes, self.rows)
+        return (str(self.spec), leaves, shapes, self.dtypes, self.rows, self.autocast)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
@@ -38,6 +40,16 @@ class Call:
             leaves[index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+    @contextlib.contextmanager
+    def surroundings(self, device: torch.device) -> Iterator[None]:
+        """Autocast as it was around the call. A trace is made with it, and run without."""
+        if not self.autocast:
+            yield
+            return
+        dtype = dict(self.autocast).get(device.type)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            yield
 
     def slice(self, tensors: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
         """The rows start:end of a global batch."""
@@ -64,25 +76,6 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, 
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     shapes = tuple(tuple(t.shape) for t in tensors)
     dtypes = tuple(t.dtype for t in tensors)
-    return Call(spec, rest, where, shapes, dtypes, rows, num_rows), tensors
-
-
-def named_outputs(output: Any) -> dict[str, Tensor]:
-    """The tensors a model returned, by name; the scalar one (or the key `loss`) is the loss."""
-    if isinstance(output, Tensor):
-        return {"loss" if _is_scalar(output) else "output": output}
-    items = output.items() if isinstance(output, Mapping) else enumerate(_as_list(output))
-    named: dict[str, Tensor] = {}
-    for key, value in items:
-        if isinstance(value, Tensor):
-            is_loss = _is_scalar(value) and "loss" not in named and not isinstance(key, str)
-            named["loss" if is_loss else str(key)] = value
-    return named
-
-
-def _as_list(output: Any) -> list[Any]:
-    return list(output) if isinstance(output, (tuple, list)) else [output]
-
-
-def _is_scalar(value: Tensor) -> bool:
-    return value.dim() == 0 and value.is_floating_point()
+    cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+                 if torch.is_autocast_enabled(kind))  # fmt: skip
+    return Call(spec, rest, where, shapes, dtypes, rows, num_rows, cast), tensors

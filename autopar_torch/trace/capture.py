@@ -16,9 +16,11 @@ from torch.export.graph_signature import InputKind
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
-from .autocast import active
-from .call import Call, named_outputs
+from .call import Call
 from .casts import Casts
+from .effects import Effects
+from .form import Form, form_of, take_outputs
+from .watch import Read
 
 LossFn = Callable[..., Tensor]
 _PREFIX = "model."
@@ -40,6 +42,8 @@ class Captured:
     module: nn.Module  # holds submodules of the graph, if any
     sources: dict[str, Source]
     outputs: tuple[str, ...]
+    form: Form  # the structure of what the model returns
+    reads: frozenset[Read]  # attributes of modules that forward has read
     consts: dict[str, Tensor]
     autocast: torch.dtype | None  # what was computed with, where it was traced under autocast
 
@@ -49,11 +53,12 @@ class _Flat(nn.Module):
 
     def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None,
                  wanted: tuple[str, ...] | None,
-                 tell: Callable[[tuple[str, ...]], None],
+                 tell: Callable[[tuple[tuple[str, ...], Form]], None],
                  dtype: torch.dtype | None) -> None:  # fmt: skip
         super().__init__()
         self.dtype = dtype
         self.model, self.call, self.loss_fn, self.wanted = model, call, loss_fn, wanted
+        self.effects = Effects(model)
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -63,19 +68,21 @@ class _Flat(nn.Module):
     def _named(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = self.call.rebuild(tensors)
         target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
-        output = self.model(*args, **kwargs)
-        named = named_outputs(output)
+        with self.effects.none():
+            output = self.model(*args, **kwargs)
+        form, named = take_outputs(output)
         if self.loss_fn and target:
             named = {**named, "loss": self.loss_fn(output, *target)}
+            form = form_of(named)
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
-        self.tell(names)
+        self.tell((names, form))
         return tuple(named[name] for name in names)
 
 
 def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
     missing = [name for name in wanted if name not in named]
     if "loss" in missing:
-        raise TraceError(
+        raise PlanError(
             f"the model returns no loss, only {', '.join(named) or 'nothing'}", where="forward",
             fix="return a scalar loss, or pass loss_fn=lambda output, target: ... to "
             "parallelize and target=... with the batch",
@@ -172,19 +179,20 @@ def capture(
 ) -> Captured:
     """Export without running, `dtype` for parameters if given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    told: list[tuple[str, ...]] = []
+    told: list[tuple[tuple[str, ...], Form]] = []
     flat = _Flat(model, call, loss_fn, wanted, told.append, dtype)
     flat.training = model.training
     names = dict(_canonical(model))
-    with _fake_state(model, mode, device, shapes, dtype), _without_cache(model):
+    with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
+          call.surroundings(device), flat.effects.seen()):  # fmt: skip
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
         except AutoparError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is: the model cannot be traced
             raise TraceError(
                 f"torch.export stopped: {type(error).__name__}: {_first_line(error)}",
-                where=_user_line(error),
+                where=user_line(error),
                 fix="avoid data-dependent Python control flow in forward",
             ) from error
     sources, consts = {}, {}
@@ -193,7 +201,9 @@ def capture(
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-    return Captured(program.graph, program.graph_module, sources, told[-1], consts, active(device))
+    reads = frozenset(flat.effects.reads)
+    return Captured(program.graph, program.graph_module, sources, *told[-1], reads, consts,
+                    dict(call.autocast).get(device.type))  # fmt: skip
 
 
 def _canonical(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -227,7 +237,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """The innermost line that is not torch's own."""
     home = torch.__file__.rsplit("/", 1)[0]
     frames = traceback.extract_tb(error.__traceback__)

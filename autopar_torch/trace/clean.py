@@ -44,14 +44,15 @@ def is_mutable(node: fx.Node) -> bool:
 def flatten(captured: Captured) -> fx.Graph:
     """A new graph of plain ops with a TensorInfo on every node."""
     graph = fx.Graph()
-    graph.output(_copy(graph, captured.module, {}, captured.autocast))
+    params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
+    graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
     _out_of_place(graph)
     _drop_no_ops(graph)
     _drop_dead(graph)
     return graph
 
 
-def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any],
+def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozenset[str],
           autocast: torch.dtype | None) -> Any:  # fmt: skip
     """Copy the nodes of one (nested) graph and return what it returns."""
     for node in module.graph.nodes:
@@ -60,9 +61,9 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any],
         if node in env or "_assert" in str(node.target) or node.op == "get_attr":
             continue
         if "wrap_with_set_grad_enabled" in str(node.target):
-            env[node] = _inline(graph, node, module, env, autocast)
+            env[node] = _inline(graph, node, module, env, params, autocast)
         elif "wrap_with_autocast" in str(node.target):
-            env[node] = _inline_autocast(graph, node, module, env, autocast)
+            env[node] = _inline_autocast(graph, node, module, env, params, autocast)
         elif _picks_from_region(node, env):
             region, item = cast(Any, node.args)  # getitem of an inlined region
             env[node] = env[region][item]
@@ -81,20 +82,26 @@ def _picks_from_region(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
 
 
 def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
-            autocast: torch.dtype | None) -> Any:  # fmt: skip
+            params: frozenset[str], autocast: torch.dtype | None) -> Any:  # fmt: skip
+    """A region of its own gradient mode. Without gradients nothing in it sees that its inputs have
+    any: some ops (`out=`) refuse those. Buffers stay themselves: it may write to them."""
     enabled, inner, *args = node.args
-    results = _region(graph, inner, args, module, env, autocast)
+    given = [env[cast(fx.Node, a)] for a in args]
+    if not enabled:
+        given = [_detached(graph, v) if v.op != "placeholder" or v.name in params else v
+                 for v in given]  # fmt: skip
+    results = _region(graph, inner, given, module, params, autocast)
     return results if enabled else tuple(_detached(graph, r) for r in results)
 
 
 def _inline_autocast(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
-                     outside: torch.dtype | None) -> Any:  # fmt: skip
+                     params: frozenset[str], outside: torch.dtype | None) -> Any:  # fmt: skip
     kind, dtype, enabled, _, inner, *args = node.args
     if any(kind != t.device.type for t in _tensors(node)):
         own = outside  # autocast of another kind of device
     else:
         own = cast(Any, dtype) if enabled else None
-    return _region(graph, inner, args, module, env, own)
+    return _region(graph, inner, [env[cast(fx.Node, a)] for a in args], module, params, own)
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -102,12 +109,11 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _region(graph: fx.Graph, ref: Any, args: list[Any], module: Any, env: dict[fx.Node, Any],
+def _region(graph: fx.Graph, ref: Any, given: list[Any], module: Any, params: frozenset[str],
             autocast: torch.dtype | None) -> tuple[Any, ...]:  # fmt: skip
     inner = getattr(module, str(ref.target))
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-    inner_env = {p: env[a] for p, a in zip(places, args, strict=True)}
-    return tuple(_copy(graph, inner, inner_env, autocast))
+    return tuple(_copy(graph, inner, dict(zip(places, given, strict=True)), params, autocast))
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:

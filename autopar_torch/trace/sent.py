@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,14 +32,17 @@ class _Ref:
 
 def pack(found: Traced | AutoparError) -> bytes:
     if isinstance(found, Traced):
-        found = replace(found, consts={name: t.detach().cpu() for name, t in found.consts.items()})
+        consts = {name: t.detach().cpu() for name, t in found.consts.items()}
+        found = replace(found, consts=consts, form=found.form.portable())
     target = io.BytesIO()
     _Pickler(target).dump(found)
     return target.getvalue()
 
 
 def unpack(data: bytes) -> Traced | AutoparError:
-    found: Traced | AutoparError = pickle.loads(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about the class of its own specs
+        found: Traced | AutoparError = pickle.loads(data)
     return found
 
 

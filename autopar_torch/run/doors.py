@@ -1,0 +1,108 @@
+"""What is refused at the door: models that something else has split, and what would split ours."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import PlanError, RunError
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
+             "OptimizedModule", "ParallelModel")  # fmt: skip
+_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def refuse_split(model: Any) -> None:
+    """A model that something else already splits, compiles or trains."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{type(model).__name__} is no torch.nn.Module", where="parallelize: model")
+    for name, module in model.named_modules():
+        found = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if found:
+            raise PlanError(
+                f"the model is already in {found}", where=_where(name),
+                fix="pass the plain module: parallelize takes the place of DDP, FSDP and "
+                "accelerate, and is called once, before torch.compile")  # fmt: skip
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise PlanError(
+                "a parameter is a DTensor: something else has split it", where=name,
+                fix="pass the module before fully_shard or parallelize_module",
+            )  # fmt: skip
+    refuse_taken(model)
+
+
+def take(model: nn.Module) -> None:
+    """From now on its parameters are parts."""
+    _TAKEN.update(model.modules())
+
+
+def refuse_taken(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module in _TAKEN:
+            raise PlanError("this module is already parallelized: its parameters are parts now",
+                            where=_where(name), fix="use the model that the first call of "
+                            "parallelize returned, or build the module again")  # fmt: skip
+
+
+def _where(name: str) -> str:
+    return f"parallelize: model{'.' if name else ''}{name}"
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """fully_shard gives a module another class."""
+    if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):
+        raise no_wrapper("fully_shard")
+
+
+def no_wrapper(name: str) -> RunError:
+    return RunError(f"{name} around a parallelized model would sum its gradients twice",
+                    where=name, fix="use the model that parallelize returned as it is; with "
+                    "accelerate, do not pass it to prepare()")  # fmt: skip
+
+
+def no_copy() -> RunError:
+    return RunError("a parallelized model cannot be copied or pickled: it is one part of many",
+                    where="copy, deepcopy, pickle or torch.save of the model",
+                    fix="torch.save(model.state_dict(), ...) on all ranks, or model.save(folder); "
+                    "average weights over state_dict()s")  # fmt: skip
+
+
+def refuse_replaced(names: Sequence[str]) -> None:
+    if names:
+        raise RunError(
+            f"{_few(names)}: added, removed or replaced after the plan was made",
+            where="parameters and buffers",
+            fix="change them in place (with torch.no_grad(): p.copy_(...)), or build the module "
+            "as it shall be before parallelize")  # fmt: skip
+
+
+def refuse_frozen(names: Iterable[str], zero: int) -> None:
+    if zero:
+        raise RunError(
+            f"{_few(sorted(names))}: requires_grad was changed after the plan was made",
+            where=f"a plan with zero={zero}, whose pieces depend on what is trained",
+            fix="freeze before parallelize, or plan with constraints={'zero': 0}")  # fmt: skip
+
+
+def refuse_moved(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
+    """What `.to()` and its friends would change, asked of empty tensors."""
+    for kind, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
+        with torch.no_grad():
+            made = fn(torch.empty(0, dtype=kind, device=device))
+        if (made.dtype, made.device) != (kind, device):
+            raise RunError(
+                f"the model was planned for {kind} on {device}, and is asked to become "
+                f"{made.dtype} on {made.device}", where="model.to(), .half(), .cuda(), ...",
+                fix="convert the module before parallelize, or ask for "
+                "constraints={'precision': 'bfloat16'}; the device is that of the rank",
+            )  # fmt: skip
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

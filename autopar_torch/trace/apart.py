@@ -1,0 +1,160 @@
+"""Whether the prologue mixes rows: it runs on all rows of a small batch, and on its parts.
+
+Everything that depends on no parameter is computed by every stage from its own rows. Masks and
+indices are made with ops that no rule knows, so nothing is guessed: values with rows have to be
+the joined values of the parts. Values without rows are taken from the whole batch, as in a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..model import ROWS, TensorInfo, at_rows
+from ..shard.rules import op_name
+from .blocks import Piece, at_batch
+from .capture import Source
+from .clean import info_of, is_mutable
+
+log = logging.getLogger("autopar_torch")
+NUM_ROWS, SPLITS = 3, ((1, 2), (2, 1))
+_PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
+_VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
+Values = dict[str, Any]
+
+
+def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[Piece],
+           outputs: Iterable[str], sources: Mapping[str, Source],
+           consts: Mapping[str, Tensor]) -> tuple[str, ...]:  # fmt: skip
+    """Ops of the prologue after which rows depend on each other."""
+    nodes = {node.name: node for node in prologue.nodes}
+    leaving = {name for piece in pieces for name in piece.context.values()} | set(outputs)
+    asked = [n for n in map(nodes.get, sorted(leaving)) if n is not None and n.name not in rowless
+             and n.op != "placeholder" and not _only_picks(n, pieces)]  # fmt: skip
+    if not asked or not any(_is_suspect(n) for n in _upstream(asked, rowless)):
+        return ()
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            given = {n.name: _made_up(info_of(n), consts.get(sources[n.name].name), generator)
+                     for n in prologue.nodes if n.op == "placeholder"}  # fmt: skip
+            whole = _run(prologue, given, NUM_ROWS)
+            found = [_culprit(prologue, asked, rowless, given, whole, cut) for cut in SPLITS]
+    except (RuntimeError, ValueError, IndexError) as error:
+        log.debug("the prologue does not run on made-up rows: %s", error)
+        return tuple(sorted({op_name(n) for n in _upstream(asked, rowless) if _is_suspect(n)}))
+    return tuple(dict.fromkeys(name for name in found if name))
+
+
+def _upstream(asked: Iterable[fx.Node], rowless: frozenset[str]) -> list[fx.Node]:
+    """What is computed per part: up to values without rows, which come from the whole batch."""
+    seen: dict[fx.Node, None] = {}
+    stack = list(asked)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node.op == "call_function" and node.name not in rowless:
+            seen[node] = None
+            stack += node.all_input_nodes
+    return list(seen)
+
+
+def _is_suspect(node: fx.Node) -> bool:
+    """Pointwise ops on equal shapes keep rows apart; all else is asked."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise not in tags and op_name(node) not in ("to", "detach", "clone")
+
+
+def _only_picks(node: fx.Node, pieces: Sequence[Piece]) -> bool:
+    """Numbers of rows (`x[arange(rows), last]`) count the rows of a part as those of the whole."""
+    base = node
+    while op_name(base) in _VIEWS and base.all_input_nodes:
+        base = base.all_input_nodes[0]
+    if op_name(base) != "arange":
+        return False
+    places = [place for piece in pieces for slot, name in piece.context.items() if name == node.name
+              for place in piece.graph.find_nodes(op="placeholder", target=slot)]  # fmt: skip
+    return bool(places) and all(_picks(user) for place in places for user in place.users)
+
+
+def _picks(node: fx.Node) -> bool:
+    if op_name(node) in _VIEWS:
+        return all(map(_picks, node.users))
+    return op_name(node) in _PICKS
+
+
+def _made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Random values of the right shape; numbers of tokens, labels and masks are 0 or 1."""
+    if known is not None:
+        return known.detach().cpu()
+    shape, dtype = info.at(NUM_ROWS), getattr(torch, info.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _run(graph: fx.Graph, given: Values, rows: int) -> Values:
+    """Every value of the prologue."""
+    real = at_batch(graph, rows, torch.device("cpu"))
+    names = [n.name for n in graph.nodes]
+    values: Values = {}
+
+    class Keep(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            name = order[n]
+            if n.op == "placeholder" or (name in given and n.op == "call_function"):
+                values[name] = given[name]
+            elif n.op == "call_function":
+                values[name] = super().run_node(n)
+            return values.get(name)
+
+    made = fx.GraphModule(nn.Module(), real)
+    order = dict(zip(made.graph.nodes, names, strict=True))
+    Keep(made).run(*(None for n in real.nodes if n.op == "placeholder"))
+    return values
+
+
+def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: Values,
+             whole: Values, cut: tuple[int, ...]) -> str:  # fmt: skip
+    """The first op whose parts do not join while those of its inputs do."""
+    fixed = {n.name: whole[n.name] for n in graph.nodes
+             if n.op == "call_function" and n.name in rowless and not is_mutable(n)}  # fmt: skip
+    parts, start = [], 0
+    for rows in cut:
+        own = {n.name: _rows(given[n.name], info_of(n), start, rows) for n in graph.nodes
+               if n.op == "placeholder"}  # fmt: skip
+        parts.append(_run(graph, {**own, **fixed}, rows))
+        start += rows
+    joined = {n: _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))
+              for n in [*asked, *_upstream(asked, rowless)]}  # fmt: skip
+    bad = [n for n in _upstream([n for n in asked if not joined[n]], rowless) if not joined[n]]
+    first = [n for n in bad if all(joined.get(i, True) for i in n.all_input_nodes)]
+    return op_name((first or bad)[0]) if bad else ""
+
+
+def _dim(info: TensorInfo) -> int | None:
+    return next((d for d, s in enumerate(info.shape) if s and s % ROWS == 0), None)
+
+
+def _rows(value: Tensor, info: TensorInfo, start: int, rows: int) -> Tensor:
+    dim = _dim(info)
+    if dim is None:
+        return value
+    each = at_rows(info.shape[dim], 1)
+    return value.narrow(dim, start * each, rows * each)
+
+
+def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
+    if isinstance(whole, (tuple, list)):
+        return all(_joins(w, p, i) for w, p, i in zip(whole, zip(*parts, strict=True), info,
+                                                     strict=True))  # fmt: skip
+    dim = _dim(info) if isinstance(whole, Tensor) else None
+    if dim is None:
+        return True
+    sizes = [p.shape[d] for p in parts for d in range(p.dim()) if d != dim]
+    if sizes != [whole.shape[d] for d in range(whole.dim()) if d != dim] * len(parts):
+        return False
+    return torch.allclose(torch.cat(list(parts), dim).double(), whole.double(), 1e-5, 1e-6, True)

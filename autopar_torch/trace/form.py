@@ -1,0 +1,126 @@
+"""What a model returns: the structure of it, and a name for every tensor in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..model import at_rows
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+class Outputs(dict[str, Any]):
+    """What a model returned, by name, as items and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True)
+class Named:
+    """The place of a tensor, or of an object that a trace does not keep."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """The structure of a model's output; `by_name`: it is given back as `Outputs`."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    by_name: bool = False
+
+    @property
+    def is_bare(self) -> bool:
+        """One tensor and nothing around it."""
+        return self.spec.is_leaf()
+
+    @property
+    def names(self) -> list[str]:
+        return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
+
+    def fill(self, values: Mapping[str, Tensor], absent: Callable[[str], Any], rows: int) -> Any:
+        """What the model would have returned for so many rows."""
+        leaves = [self._leaf(leaf, values, absent, rows) for leaf in self.leaves]
+        tree = pytree.tree_unflatten(leaves, self.spec)
+        return Outputs(tree) if self.by_name else tree
+
+    @staticmethod
+    def _leaf(leaf: Any, values: Mapping[str, Tensor], absent: Callable[[str], Any],
+              rows: int) -> Any:  # fmt: skip
+        if isinstance(leaf, Named):
+            return values[leaf.name] if leaf.name in values else absent(leaf.name)
+        return at_rows(leaf, rows) if type(leaf) is int else leaf
+
+    def portable(self) -> Form:
+        """The same for another process, which may not know the class: then by name."""
+        try:
+            pickle.dumps((self.spec, self.leaves))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return form_of(self.names)
+        return self
+
+
+def form_of(names: Iterable[str]) -> Form:
+    """Outputs by name, where the model has no structure of its own for them."""
+    places = {name: Named(name) for name in names}
+    leaves, spec = pytree.tree_flatten(places)
+    return Form(spec, tuple(leaves), by_name=True)
+
+
+def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
+    """The structure of an output and its tensors by name; the scalar one (or the key `loss`) is the
+    loss."""
+    strange = pytree.tree_structure(output).is_leaf() and not isinstance(output, Tensor)
+    tree = _as_dict(output) if strange else output
+    leaves, spec = pytree.tree_flatten(tree)
+    named: dict[str, Tensor] = {}
+    kept: list[Any] = []
+    for (name, may_be_loss), leaf in zip(_names(tree), leaves, strict=True):
+        is_loss = may_be_loss and "loss" not in named and _is_scalar(leaf)
+        place = Named("loss" if is_loss else name)
+        if isinstance(leaf, Tensor):
+            named[place.name] = leaf
+        kept.append(leaf if isinstance(leaf, _PLAIN) else place)
+    return Form(spec, tuple(kept), by_name=strange and isinstance(tree, dict)), named
+
+
+def _as_dict(output: Any) -> Any:
+    """A class that torch does not know to be a structure, as a dict."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+    return output
+
+
+def _names(tree: Any) -> Iterator[tuple[str, bool]]:
+    """Name of every leaf, and whether a scalar there is the loss without being called so."""
+    if pytree.tree_structure(tree).is_leaf():
+        yield "output", True
+        return
+    by_key = isinstance(tree, Mapping)
+    items = tree.items() if by_key else enumerate(_as_list(tree))
+    for key, value in items:
+        inner = pytree.tree_structure(value)
+        for i in range(inner.num_leaves):
+            yield (str(key) if inner.is_leaf() else f"{key}.{i}"), inner.is_leaf() and not by_key
+
+
+def _as_list(tree: Any) -> list[Any]:
+    return list(tree) if isinstance(tree, (tuple, list)) else pytree.tree_leaves(tree)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
