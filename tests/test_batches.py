@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,6 @@ def check_all(wanted: str = "claim_") -> dict[str, str]:
 
 def _names(wanted: str = "claim_") -> list[str]:
     return sorted(name for name in globals() if name.startswith(wanted))
-
-
-@pytest.mark.parametrize("name", _names())
-def test_two_ranks(claims: dict[str, Any], name: str) -> None:
-    assert not claims[name], claims[name]
 
 
 class _Text(nn.Module):
@@ -438,6 +434,24 @@ def claim_ranks_that_are_started_otherwise_are_told() -> None:
     del os.environ["AUTOPAR_CACHE"]
 
 
+def search_with_trials(folder: str) -> list[bool]:
+    """Measure, search and try plans: whether the user's generators stood still."""
+    os.environ["AUTOPAR_CACHE"] = folder
+    world.start()
+    torch.manual_seed(11)
+    batch = _windows(torch.arange(5000) % 61)
+    limits = {"dp": 2, "zero": 0}
+    model = ap.parallelize(_Text(0.1), confirm=2, constraints=limits)
+    before = _states()
+    model(**batch).backward()
+    return [_states() == before]
+
+
+@pytest.mark.slow
+def test_measuring_and_trying_plans_moves_no_generator(tmp_path: Path) -> None:
+    assert run_ranks(2, "test_batches:search_with_trials", str(tmp_path)) == [[True], [True]]
+
+
 # --- alone ----------------------------------------------------------------------------------------
 
 
@@ -457,3 +471,8 @@ def test_a_checksum_tells_order_and_single_bits_on_any_device() -> None:
     x = torch.zeros(5)
     assert weighed(x) != weighed(-x) and checksum(x) != checksum(-x)
     assert checksum(torch.zeros(0)) == checksum(torch.zeros(0))
+
+
+@pytest.mark.parametrize("name", _names())
+def test_two_ranks(claims: dict[str, Any], name: str) -> None:
+    assert not claims[name], claims[name]
