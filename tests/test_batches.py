@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -431,6 +432,24 @@ def claim_ranks_that_are_started_otherwise_are_told() -> None:
     del os.environ["AUTOPAR_TRIED"]
     ap.parallelize(nn.Linear(4, 4), plan=plan)
     del os.environ["AUTOPAR_CACHE"]
+
+
+def search_with_trials(folder: str) -> list[bool]:
+    """Measure, search and try plans: whether the user's generators stood still."""
+    os.environ["AUTOPAR_CACHE"] = folder
+    world.start()
+    torch.manual_seed(11)
+    batch = _windows(torch.arange(5000) % 61)
+    limits = {"dp": 2, "zero": 0}
+    model = ap.parallelize(_Text(0.1), confirm=2, constraints=limits)
+    before = _states()
+    model(**batch).backward()
+    return [_states() == before]
+
+
+@pytest.mark.slow
+def test_measuring_and_trying_plans_moves_no_generator(tmp_path: Path) -> None:
+    assert run_ranks(2, "test_batches:search_with_trials", str(tmp_path)) == [[True], [True]]
 
 
 # --- alone ----------------------------------------------------------------------------------------
