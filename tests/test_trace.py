@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,8 +145,10 @@ def test_tracing_leaves_modes_and_random_numbers_as_they_were() -> None:
 @pytest.mark.parametrize("error", [KeyError("x"), TraceError("no loss", where="forward")])
 def test_whatever_stops_the_tracing_rank_stops_all_with_an_error_of_ours(error: Exception) -> None:
     told: list[bytes] = []
-    first: Any = SimpleNamespace(size=2, rank=0, agree=lambda own: told.append(own) or own)
-    other: Any = SimpleNamespace(size=2, rank=1, agree=lambda _: told[0])
+    first: Any = SimpleNamespace(
+        size=2, rank=0, doing=nullcontext, agree=lambda own: told.append(own) or own
+    )
+    other: Any = SimpleNamespace(size=2, rank=1, doing=nullcontext, agree=lambda _: told[0])
 
     def stops(*_: Any) -> Traced:
         raise error

@@ -16,7 +16,7 @@ from ..trace.call import Call
 from ..trace.capture import LossFn
 from ..trace.form import Form, form_of, take_outputs
 from .handover import hand_over
-from .randomness import dropout_apart
+from .randomness import dropout_apart, share_python_numbers
 from .returned import returned
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
     parallel.draw_as(0)
+    share_python_numbers(parallel.world)
     parallel.fallback = _Step(parallel, loss_fn)
 
 
@@ -83,7 +84,7 @@ class _Step(nn.Module):
         parallel.begin_step()
         if parallel.world.size == 1:
             return self._step(parallel, call, tensors)
-        with parallel.numbers.drawing(python=True), dropout_apart(parallel.replica):
+        with parallel.numbers.drawing(), dropout_apart(parallel.replica):
             return self._step(parallel, call, tensors)
 
     def _step(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..shard.collectives import apart, generator
 from ..shard.lower import is_random
 from ..shard.rules import op_name
+from .world import World
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -64,17 +66,14 @@ class OwnNumbers:
         self.seed, self.place, self.step, self.device = seed, place, 0, device
 
     @contextlib.contextmanager
-    def drawing(self, *, python: bool = False) -> Iterator[None]:
-        """Draw those of the next step; `python`: also where Python and numpy draw."""
+    def drawing(self) -> Iterator[None]:
+        """Draw those of the next step."""
         text = f"autopar {self.seed} {self.place} {self.step}"
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
         self.step += 1
-        with untouched(self.device, python=python):
+        with untouched(self.device, python=False):
             for one in _generators(self.device):
                 one.manual_seed(number)
-            if python:
-                random.seed(number)
-                np.random.seed(number % 2**32)
             yield
 
     def state(self) -> dict[str, int]:
@@ -83,6 +82,16 @@ class OwnNumbers:
 
     def load(self, state: dict[str, int]) -> None:
         self.seed, self.step = state["seed"], state["step"]
+
+
+def share_python_numbers(world: World) -> None:
+    """A forward that runs as Python draws from Python's and numpy's generators on every rank, as it
+    does in one process: they have to start alike."""
+    kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    own = random.getstate(), (kind, keys.tolist(), place, has_gauss, gauss)
+    first, (kind, keys, place, has_gauss, gauss) = json.loads(world.agree(json.dumps(own).encode()))
+    random.setstate((first[0], tuple(first[1]), first[2]))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, gauss))
 
 
 @contextlib.contextmanager
