@@ -19,13 +19,14 @@ from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.call import Call, take_apart
-from . import checkpoint, shardings, state
+from . import checkpoint, optimizers, shardings, state
 from .context import Prologue
 from .executor import Executor, Mail, neighbours
 from .handover import hand_over
 from .params import ParamStore, Reducer
 from .record import SILENT, Recorder, Silent, joined
 from .returned import returned
+from .sharded import local
 from .stage import StageRunner
 from .world import World
 
@@ -49,6 +50,7 @@ class Program:
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
         self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
+        self.reached: list[str] | None = None  # parameters that get gradients, once it has run
 
     def schedule(self, num_micro_batches: int, train: bool) -> schedules.Schedule:
         """The action lists of this replica, proven free of deadlock."""
@@ -121,7 +123,10 @@ class ParallelModel(nn.Module):
         blocks = {b: list(graph.blocks[b].params.values())
                   for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
         self.reducer = Reducer(self.store, blocks)
-        self.buffers_by_name = dict(self.module.named_buffers())
+        self.buffers_by_name = {n: local(b) for n, b in self.module.named_buffers()}
+        if self._store.spreads:
+            state.watch(self.module)
+            optimizers.attend()
         self._programs[(call.key, True)] = Program(traced, plan, self)
         self._share_random_numbers()
 
@@ -144,6 +149,7 @@ class ParallelModel(nn.Module):
         """The loss of the global batch, or an object with it and the outputs asked for."""
         call, tensors = take_apart(args, kwargs)
         tensors = [t.to(self.device) for t in tensors]
+        optimizers.restore()  # after a step that raised
         if self._plan is None:
             self._prepare(self, call, tensors)
         if self.fallback_reason:
@@ -200,7 +206,7 @@ class ParallelModel(nn.Module):
         with self.recorder.exchanging("outputs"):
             arrive(sums)
         if train:
-            grads = self._finish_grads()
+            grads = self._finish_grads(program)
             values["loss"] = hand_over(self._anchor, values["loss"], grads)
         return values
 
@@ -226,10 +232,17 @@ class ParallelModel(nn.Module):
         spans = self.micro_batches(num_rows)[self.replica]
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
-    def _finish_grads(self) -> list[tuple[Tensor, Tensor]]:
+    def _finish_grads(self, program: Program) -> list[tuple[Tensor, Tensor]]:
+        """Of the same parameters on every rank: those to which anyone's backward came."""
         with self.recorder.exchanging("reduce"):
             sums = self.reducer.finish()
-        return [(self.store.held[name].tensor, grad) for name, grad in sums.items()]
+        if program.reached is None:
+            everyone = self.world.gather(self.reducer.reached)
+            program.reached = [name for name in self.store.tensors
+                               if any(name in names for names in everyone)]  # fmt: skip
+        tensors = self.store.tensors
+        return [(tensors[name], sums[name] if name in sums else torch.zeros_like(
+            local(tensors[name]))) for name in program.reached]  # fmt: skip
 
     def _outputs(self, program: Program, parts: dict[int, dict[str, Tensor]],
                  rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
@@ -260,20 +273,22 @@ class ParallelModel(nn.Module):
     # --- what training scripts use ----------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The user's Parameter objects (this rank's parts)."""
+        """The user's Parameter objects; where a plan cuts them they mean whole tensors."""
         return self.module.parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Under their original names."""
         return self.module.named_parameters(*args, **kwargs)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`."""
-        return state.clip_grad_norm(self, max_norm)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
+                        error_if_nonfinite: bool = False,
+                        foreach: bool | None = None) -> Tensor:  # fmt: skip
+        """torch's, over all ranks, in one message: the norm of all gradients, now at most this."""
+        return state.clip_grad_norm(self, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
-        return state.full_state(self)
+        return state.full_state(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip
