@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn, optim
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -49,6 +50,7 @@ def restore() -> None:
         while _hidden:
             param, grad = _hidden.pop()
             param.grad = grad
+            increment_version(param)  # as where the parameter was changed
 
 
 def _ours(optimizer: Optimizer) -> list[ShardedParameter]:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import RunError
@@ -34,7 +35,10 @@ class Sharded(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:  # fmt: skip
-        name, kwargs = _name(func), kwargs or {}
+        name, kwargs = _name(func), dict(kwargs or {})
+        if not args:  # nn.init calls with names only
+            first = next(key for key in ("tensor", "input", "self", *kwargs) if key in kwargs)
+            args = (kwargs.pop(first),)
         with plainly():
             _refresh(args)
             answer = _ANSWERS.get(name)
@@ -328,13 +332,15 @@ def _rewritten(func: Any, args: Args, kwargs: dict[str, Any]) -> Tensor:
     """Written as a full tensor, of which every rank keeps its part."""
     target: Sharded = args[0]
     full = target.spread.whole(target)
-    if torch.is_grad_enabled() and target.is_leaf and target.requires_grad:
-        full = full.detach()  # torch refuses the write below
+    leaf = torch.is_grad_enabled() and target.is_leaf and target.requires_grad
+    if leaf:  # torch refuses to write to it, unless the function knows better (nn.init)
+        full = full.detach().requires_grad_()
     func(full, *tree_map(_whole, tuple(args[1:])), **tree_map(_whole, kwargs))
     if full.shape != target.spread.shape:
         raise RunError("its shape cannot change", where=target.spread.name,
                        fix="change the model before parallelize()")  # fmt: skip
-    return target.copy_(target.spread.part(full))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not leaf):
+        return target.copy_(target.spread.part(full))
 
 
 # --- one number of everything -----------------------------------------------------------------
@@ -359,7 +365,14 @@ def _is_total(x: Any, dims: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _sum(func: Any, x: Tensor, *dims: Any, dtype: torch.dtype | None = None, **kw: Any) -> Any:
     if not _is_total(x, dims, kw):
         return NotImplemented
-    return _joined(x, lambda t: t.sum(dtype=dtype), lambda every: every.sum(dtype=every.dtype))
+    wide = _wide(dtype or x.dtype)
+    found = _joined(x, lambda t: t.sum(dtype=wide), lambda every: every.sum(dtype=every.dtype))
+    return found if wide is None else found.to(dtype or x.dtype)
+
+
+def _wide(kind: torch.dtype) -> torch.dtype | None:
+    """In which torch adds up numbers of a type, if it is another one that they are rounded to."""
+    return torch.float32 if kind in (torch.bfloat16, torch.float16) else None
 
 
 def _mean(func: Any, x: Tensor, *dims: Any, dtype: torch.dtype | None = None, **kw: Any) -> Any:
@@ -406,7 +419,8 @@ def _norm(func: Any, x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool 
 def norms(tensors: Sequence[Tensor], order: float,
           dtype: torch.dtype | None = None) -> list[Tensor]:  # fmt: skip
     """The norm of each tensor, in one message."""
-    return [_norm_of(x, order, dtype) for x in _norms_of_atoms(tensors, order, dtype)]
+    found = zip(tensors, _norms_of_atoms(tensors, order, dtype), strict=True)
+    return [_norm_of(numbers, order).to(dtype or x.dtype) for x, numbers in found]
 
 
 def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -419,22 +433,24 @@ def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
 
 def _norms_of_atoms(tensors: Sequence[Tensor], order: float,
                     dtype: torch.dtype | None = None) -> list[Tensor]:  # fmt: skip
+    def each(xs: list[Tensor]) -> list[Tensor]:
+        kind = dtype or next((_wide(x.dtype) for x in xs if _wide(x.dtype)), None)
+        return list(torch._foreach_norm(xs, order, dtype=kind))
+
     parts = [x for x in tensors if isinstance(x, Sharded)]
     rest = [x for x in tensors if not isinstance(x, Sharded)]
-    each = lambda xs: list(torch._foreach_norm(xs, order, dtype=dtype))  # noqa: E731
     every, counts = everyones([(x.spread, x) for x in parts], each) if parts else (None, [])
     split = iter(every.split(counts)) if every is not None else iter(())
     alone = iter(each(rest) if rest else [])
-    return [next(split).to(dtype or x.dtype) if isinstance(x, Sharded) else next(alone)[None]
-            for x in tensors]  # fmt: skip
+    return [next(split) if isinstance(x, Sharded) else next(alone)[None] for x in tensors]
 
 
-def _norm_of(numbers: Tensor, order: float, dtype: torch.dtype | None = None) -> Tensor:
+def _norm_of(numbers: Tensor, order: float) -> Tensor:
     if len(numbers) == 1:
         return numbers[0]
     if order == 0:
         return numbers.sum()
-    return torch.linalg.vector_norm(numbers, order, dtype=dtype)
+    return torch.linalg.vector_norm(numbers, order)
 
 
 def _foreach_norm(func: Any, tensors: Any, ord: Any = 2, dtype: Any = None) -> Any:
@@ -485,6 +501,7 @@ def _set_grad(func: Any, x: Sharded, value: Tensor | None) -> None:
 
 def _set_data(func: Any, x: Sharded, value: Tensor) -> None:
     func(x, _given_whole(x, value))
+    increment_version(x)  # views that are there notice
 
 
 def _hook(func: Any, x: Sharded, hook: Callable[[Any], Any]) -> Any:

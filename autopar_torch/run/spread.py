@@ -28,7 +28,6 @@ class Spread:
                  boxes_of: Callable[[], Mapping[int, Sequence[Box]]]) -> None:  # fmt: skip
         self.name, self.shape, self.local = name, torch.Size(shape), torch.Size(local)
         self.world, self.cut, self._boxes_of = world, cut, boxes_of
-        self.kept: tuple[Any, Any, int] | None = None  # of which version a whole is still around
 
     @cached_property
     def boxes_of(self) -> Mapping[int, Sequence[Box]]:

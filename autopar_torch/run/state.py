@@ -80,24 +80,27 @@ def watch(module: nn.Module) -> None:
             sub._register_state_dict_hook(_whole_entries)
 
 
+_made: dict[str, Any] = {"of": lambda: None, "wholes": {}}  # by the state_dict() under way
+
+
 def _whole_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if _made["of"]() is not state:
+        _made.update(of=weakref.ref(state), wholes={})
     for name in (*module._parameters, *module._buffers):
         value = state.get(prefix + name)
         if type(value) is Sharded:
-            state[prefix + name] = _known_whole(value)
+            state[prefix + name] = _once(value)
 
 
-def _known_whole(value: Sharded) -> Tensor:
+def _once(value: Sharded) -> Tensor:
     """Tied parameters give one tensor, as in one process."""
-    with plainly():
-        key = (value.data_ptr(), value._version)
-        kept, made = value.spread.kept, None
-        if kept is not None and kept[0] == key:
-            made = kept[1]()
-        if made is None or made._version != cast(Any, kept)[2]:
-            made = value.spread.gathered(value)
-            value.spread.kept = key, weakref.ref(made), made._version
-        return made
+    wholes = _made["wholes"]
+    known = wholes.get(id(value.spread), lambda: None)()
+    if known is None:
+        with plainly():
+            known = value.spread.gathered(value)
+        wholes[id(value.spread)] = weakref.ref(known)
+    return cast(Tensor, known)
 
 
 def full_state(model: ParallelModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
