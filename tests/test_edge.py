@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import random
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import autopar_torch as ap
 import oracle
 import zoo
-from autopar_torch.errors import AutoparError
+from autopar_torch.errors import AutoparError, PlanError, RunError
+from autopar_torch.plan import Plan, Replica, Stage, check
 from autopar_torch.run import world
+from autopar_torch.run.sharded import ShardedParameter
+from autopar_torch.shard.atoms import atoms
+from autopar_torch.shard.holdings import Box
 from ranks import run_ranks
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -138,16 +147,19 @@ def script_shapes_and_counts(job: Job) -> Any:
     return [sum(p.numel() for p in job.params), sum(p.nelement() for p in job.params),
             *(d for p in job.params for d in (*p.shape, *p.size(), p.ndim, len(p), p.stride(0))),
             *(d for p in job.params for d in p.grad.shape), *(p.nbytes for p in job.params),
-            *(torch.numel(p) for p in job.params), *(p.data.size(-1) for p in job.params)]  # fmt: skip
+            *(torch.numel(p) for p in job.params),
+            *(p.data.size(-1) for p in job.params)]  # fmt: skip
 
 
 def script_hooks_see_gradients(job: Job) -> Any:
     seen: list[Any] = []
     handles = []
     for p in job.params:
-        handles += [p.register_hook(lambda g: seen.append(g.norm())),
-                    p.register_hook(lambda g: g * 2),
-                    p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))]
+        handles += [
+            p.register_hook(lambda g: seen.append(g.norm())),
+            p.register_hook(lambda g: g * 2),
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm())),
+        ]
     job.backward()
     for handle in handles:
         handle.remove()
@@ -189,7 +201,7 @@ def script_adafactor(job: Job) -> Any:
 def script_lbfgs(job: Job) -> Any:
     opt = torch.optim.LBFGS(job.params, lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         opt.zero_grad()
         loss = job.loss()
         loss.backward()
@@ -202,7 +214,7 @@ def script_lbfgs(job: Job) -> Any:
 def script_a_closure_for_adam_with_a_penalty(job: Job) -> Any:
     opt = _adamw(job.params)
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         opt.zero_grad()
         loss = job.loss() + 1e-2 * sum(p.square().sum() for p in job.params)
         loss.backward()
@@ -389,6 +401,13 @@ def check_all(only: str = "") -> dict[str, str]:
                 if only:
                     raise
                 found[f"{name} {plan}"] = f"{type(error).__name__}: {error}"
+    for name, claim in sorted(globals().items()):
+        if name.startswith("claim_") and only in name:
+            try:
+                claim()
+                found[name] = ""
+            except (AssertionError, pytest.fail.Exception) as error:
+                found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -401,3 +420,151 @@ def checked() -> dict[str, str]:
 def test_scripts_come_out_as_in_one_process(name: str, checked: dict[str, str]) -> None:
     wrong = {k.split()[1]: v for k, v in checked.items() if k.split()[0] == name and v}
     assert not wrong, f"{name.removeprefix('script_').replace('_', ' ')}: {wrong}"
+
+
+def claim_gradients_are_handed_over_without_a_copy() -> None:
+    job = Job("tp2")
+    kept: list[int] = []
+    finish = job.model._finish_grads
+
+    def seen(program: Any) -> Any:
+        grads = finish(program)
+        kept.extend(grad.data_ptr() for _, grad in grads)
+        return grads
+
+    job.model._finish_grads = seen
+    job.backward()
+    job.model._finish_grads = finish
+    assert [p.grad.data_ptr() for p in job.params] == kept
+
+
+def claim_what_cannot_be_right_is_refused() -> None:
+    for plan in ("tp2", "pp2"):
+        job = Job(plan)
+        param = next(p for p in job.params if type(p) is ShardedParameter)
+        loss = job.loss()
+        with pytest.raises(RunError, match="gradient of the gradients"):
+            torch.autograd.grad(loss, job.params, create_graph=True)
+        loss = job.loss()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RunError, match="already called"):
+            loss.backward()
+        with pytest.raises(RunError, match="out="):
+            torch.add(param, 1.0, out=param.data)
+        with pytest.raises(RunError, match="full shape"):
+            param.data = torch.zeros(3)
+        with pytest.raises(RunError, match="do not fit"), torch.no_grad():
+            param.add_(torch.zeros(3, 1, 1))
+        view = param.view(-1)
+        with torch.no_grad():
+            param.mul_(1.5)
+        with pytest.raises(RunError, match="before the parameter changed"):
+            view.sum()
+
+
+def claim_a_step_that_raised_leaves_whole_parameters() -> None:
+    job = Job("tp2")
+    opt = _adamw(job.params)
+    job.backward()
+    opt.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        opt.step()
+    job.loss()
+    assert sum(p.numel() for p in job.params) == sum(p.numel() for p in Job("").params)
+
+
+def claim_plain_data_parallelism_keeps_plain_parameters() -> None:
+    assert {type(p) for p in Job("dp2").params} == {nn.Parameter}
+    assert {type(p) for p in Job("zero3").params} == {ShardedParameter}
+
+
+def test_claims(checked: dict[str, str]) -> None:
+    wrong = {k: v for k, v in checked.items() if k.startswith("claim_") and v}
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_replicas_and_stages_of_other_shapes_hold_parts_that_overlap() -> None:
+    assert run_ranks(3, "test_edge:check_overlaps")[0] == {}
+
+
+UNEVEN = {
+    "tp2 beside tp1": Plan((Replica((Stage((0, 1)),)), Replica((Stage((2,)),)))),
+    "the same, ZeRO": Plan((Replica((Stage((0, 1)),)), Replica((Stage((2,)),))), zero=1),
+    "tp2 then tp1, tied": Plan((Replica((Stage((0, 1)), Stage((2,)))),)),
+    "tp1 then tp2, tied": Plan((Replica((Stage((0,)), Stage((1, 2)))),)),
+}
+
+
+def check_overlaps() -> dict[str, Any]:
+    """Norms, training, state dicts and checkpoints of plans whose parts overlap; what is wrong."""
+    world.start()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, plan in UNEVEN.items():
+        found |= {f"{name}: {what}": off for what, off in oracle.compare(
+            "nanogpt", plan, True).items() if off > 1e-5}  # fmt: skip
+        found |= {f"{name}: {what}": off for what, off in _saved(plan).items() if off > 1e-5}
+    pair = Plan((Replica((Stage((0,)), Stage((1,)))), Replica((Stage((2,)),))))
+    found |= {k: v for k, v in oracle.compare("resnet", pair, False).items() if v > 1e-5}
+    with pytest.raises(PlanError, match="cut it in different ways"):
+        oracle.compare("resnet", UNEVEN["tp2 beside tp1"], False)
+    return found
+
+
+def _saved(plan: Plan) -> dict[str, float]:
+    """Saved under a plan, loaded under another: how far model and optimizer are apart."""
+    batch, states = zoo.batch("nanogpt", 8), []
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    for own in (plan, Plan.uniform(dp=3, zero=2)):
+        model = ap.parallelize(zoo.build("nanogpt"), batch, plan=own)
+        opt = oracle.optimizer(model.parameters())
+        if own is plan:
+            model(**batch).backward()
+            opt.step()
+            model.save(folder[0], opt)
+        else:
+            model.load(folder[0], opt)
+        values = [v for state in opt.state_dict()["state"].values() for v in state.values()]
+        states.append(list(model.state_dict().values()) + values)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    apart = [float((a - b).abs().max()) for a, b in zip(*states, strict=True)]
+    return {"saved": max(apart)}
+
+
+def test_stages_on_the_same_devices_have_one_mesh() -> None:
+    stages = (Stage((0, 1, 2, 3), (0, 1), (2, 2)), Stage((0, 1, 2, 3), (1, 2), (4,)))
+    with pytest.raises(PlanError, match="are a mesh of"):
+        check(Plan((Replica(stages),)), 4)
+
+
+def test_atoms_cover_what_anyone_holds_once() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 3))]
+        held = {rank: _boxes(rng, shape) for rank in range(rng.randint(1, 4))}
+        counts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for atom in atoms(held):
+            for cell in (cell for box in atom.boxes for cell in _cells(box)):
+                counts.setdefault(cell, []).append(atom.holders)
+        for cell in _cells(((0,) * len(shape), tuple(shape))):
+            holders = tuple(r for r, own in held.items() if any(cell in _cells(b) for b in own))
+            assert counts.get(cell, []) == ([holders] if holders else [])
+
+
+def _boxes(rng: random.Random, shape: list[int]) -> list[Box]:
+    """Of one rank, disjoint: a box, or two halves of another."""
+    starts = tuple(rng.randint(0, n - 1) for n in shape)
+    sizes = tuple(rng.randint(0, n - a) for n, a in zip(shape, starts, strict=True))
+    half = sizes[0] // 2
+    if rng.random() < 0.5 or not half:
+        return [(starts, sizes)]
+    return [(starts, (half, *sizes[1:])),
+            ((starts[0] + half, *starts[1:]), (sizes[0] - half, *sizes[1:]))]  # fmt: skip
+
+
+def _cells(box: Box) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(a, a + n) for a, n in zip(*box, strict=True))))

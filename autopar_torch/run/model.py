@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import files, schedule as schedules
 from ..errors import RunError
 from ..guards import Guards
-from ..plan import Plan
+from ..plan import Plan, check_joint, peers
 from ..search.best import Outcome
 from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
@@ -43,9 +43,8 @@ class Program:
         replica = plan.replicas[model.replica]
         for s, stage in enumerate(replica.stages):
             if world.rank in stage.devices:
-                peers = model.replica_axis(s)
                 self.stages[s] = StageRunner(traced, plan, stage, store, world.tensor_axes(stage),
-                                             peers, model.device)  # fmt: skip
+                                             model.replica_axis, model.device)  # fmt: skip
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
         self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
@@ -111,6 +110,7 @@ class ParallelModel(nn.Module):
               source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         graph = traced.graph
+        check_joint(plan, graph)
         self._plan, self.graph = plan, graph
         self.replica = next(r for r, rep in enumerate(plan.replicas)
                             if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
@@ -138,9 +138,9 @@ class ParallelModel(nn.Module):
             group = next(s.devices for s in stages if self.world.rank in s.devices)
             torch.manual_seed((seed + min(group)) % 2**63)
 
-    def replica_axis(self, stage: int) -> Any:
-        """The ranks that have this rank's place in the other replicas."""
-        ranks = _peers(self.plan, self.replica, stage, self.world.rank)
+    def replica_axis(self, block: int) -> Any:
+        """The ranks that have this rank's place at a block in the other replicas."""
+        ranks = peers(self.plan, block, self.world.rank)
         return self.world.axis(ranks) if ranks else None
 
     # --- a step -----------------------------------------------------------------------------
@@ -316,25 +316,13 @@ class ParallelModel(nn.Module):
         return "\n".join(found) or f"no block of this rank is called {name!r}"
 
 
-def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:
-    """Ranks at the same place of the same stage of every replica; empty if they differ."""
-    stages = [r.stages[stage] for r in plan.replicas if len(r.stages) > stage]
-    own = plan.replicas[replica].stages[stage]
-    if len(stages) < len(plan.replicas) or len(stages) == 1:
-        return ()
-    if any((s.axes, s.blocks) != (own.axes, own.blocks) for s in stages):
-        return ()
-    return tuple(s.devices[own.devices.index(rank)] for s in stages)
-
-
 def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Every group of the tensor axes, and of equal places in all replicas."""
     groups = []
-    for r, replica in enumerate(plan.replicas):
-        for s, stage in enumerate(replica.stages):
-            for rank in stage.devices:
-                groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-                groups.append(_peers(plan, r, s, rank))
+    for stage in (stage for replica in plan.replicas for stage in replica.stages):
+        for rank in stage.devices:
+            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
+            groups += {peers(plan, block, rank) for block in range(*(stage.blocks or (0, 0)))}
     return [tuple(sorted(g)) for g in groups if g]
 
 
