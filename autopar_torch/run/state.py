@@ -15,7 +15,8 @@ from ..model import TensorInfo
 from ..shard.holdings import Box
 from ..trace import Traced
 from .params import Held
-from .sharded import Sharded, local, plainly, total_norm
+from .sharded import Sharded, local, plainly
+from .totals import total_norm
 
 if TYPE_CHECKING:
     from .model import ParallelModel
