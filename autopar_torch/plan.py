@@ -251,12 +251,25 @@ def _check_replica(replica: Replica, index: int) -> None:
                 f"mesh {stage.axes} does not arrange {len(stage.devices)} devices on one or "
                 "two axes", where=f"{where}.stages[{s}].mesh",
             )  # fmt: skip
+    _check_meshes(replica, where)
     groups = replica.positions
     for i, group in enumerate(groups):
         for other in groups[:i]:
             if set(group) & set(other):
                 raise PlanError(f"device groups {other} and {group} overlap without being equal",
                                 where=where)  # fmt: skip
+
+
+def _check_meshes(replica: Replica, where: str) -> None:
+    """Stages on the same devices see them as one mesh: a program has one place on it."""
+    first: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for s, stage in enumerate(replica.stages):
+        if first.setdefault(stage.devices, stage.axes) != stage.axes:
+            raise PlanError(
+                f"devices {stage.devices} are a mesh of {stage.axes}, and of "
+                f"{first[stage.devices]} in an earlier stage", where=f"{where}.stages[{s}].mesh",
+                fix="give all stages on the same devices the same mesh",
+            )  # fmt: skip
 
 
 def fit(plan: Plan, graph: ModelGraph) -> Plan:
@@ -281,6 +294,35 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
             "layers in eval mode",
         )
     return msgspec.structs.replace(plan, replicas=replicas)
+
+
+def peers(plan: Plan, block: int, rank: int) -> tuple[int, ...]:
+    """Ranks at the place of this one, in the stages of all replicas that have a block."""
+    stages = [next(s for s in replica.stages if s.blocks and s.blocks[0] <= block < s.blocks[1])
+              for replica in plan.replicas]  # fmt: skip
+    place = next(s.devices.index(rank) for s in stages if rank in s.devices)
+    if len(stages) == 1 or len({s.axes for s in stages}) > 1:
+        return ()
+    return tuple(stage.devices[place] for stage in stages)
+
+
+def check_joint(plan: Plan, graph: ModelGraph) -> None:
+    """Replicas can join the statistics of a block only where all of them cut it alike."""
+    for b, block in enumerate(graph.blocks):
+        coupled = graph.kinds[block.kind].couples_rows
+        stages = [s for replica in plan.replicas for s in replica.stages
+                  if coupled and s.blocks and s.blocks[0] <= b < s.blocks[1]]  # fmt: skip
+        shardings = [plan.sharding(s, b) for s in stages]
+        keys = {(s.axes, own.key if own else "") for s, own in zip(stages, shardings, strict=True)}
+        if len(keys) > 1:
+            meshes = ", ".join(sorted({"x".join(map(str, axes)) for axes, _ in keys}))
+            raise PlanError(
+                f"{', '.join(coupled)} of block {block.name} uses statistics of the whole batch, "
+                f"but the replicas cut it in different ways (on meshes {meshes})",
+                where="Plan.replicas[*].stages[*]",
+                fix="give the stages that have this block the same mesh and sharding in all "
+                "replicas, or use one replica",
+            )  # fmt: skip
 
 
 def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:

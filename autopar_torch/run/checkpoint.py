@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from .. import files
 from ..errors import CheckpointError
 from ..shard.holdings import Box
-from .params import Held, stacking_dim
-from .state import is_speaker, same_shape
+from .params import Held
+from .sharded import local as plain, mark
+from .spread import views
+from .state import same_shape, spoken
 
 if TYPE_CHECKING:
     from .model import ParallelModel
@@ -52,14 +54,13 @@ class Rectangles(torch.Tensor):
 
     boxes: list[Box]
     full: torch.Size
-    speaks: bool
     pieces: list[Tensor]
 
     @staticmethod
-    def of(local: Tensor, boxes: list[Box], full: tuple[int, ...], speaks: bool) -> Rectangles:
+    def of(local: Tensor, pieces: list[tuple[Box, Tensor]], full: tuple[int, ...]) -> Rectangles:
         made = local.as_subclass(Rectangles)
-        made.boxes, made.full, made.speaks = boxes, torch.Size(full), speaks
-        made.pieces = _views(local, boxes)
+        made.boxes, made.full = [box for box, _ in pieces], torch.Size(full)
+        made.pieces = [piece for _, piece in pieces]
         return made
 
     def size(self, dim: int | None = None) -> Any:
@@ -67,8 +68,6 @@ class Rectangles(torch.Tensor):
         return self.full if dim is None else self.full[dim]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if not self.speaks:
-            return []
         properties = TensorProperties.create_from_tensor(self.as_subclass(Tensor))
         return [
             WriteItem(
@@ -90,20 +89,16 @@ class Rectangles(torch.Tensor):
         return self.pieces[offsets.index(index.offset)]  # type: ignore[arg-type]
 
 
-def _views(local: Tensor, boxes: list[Box]) -> list[Tensor]:
-    """The pieces of a part that are its rectangles (views, so loading writes into the part)."""
-    if len(boxes) <= 1:
-        return [local] * len(boxes)
-    dim = stacking_dim(boxes, local)
-    return list(local.split([size[dim] for _, size in boxes], dim))
+def _wrap(model: ParallelModel, held: Held, value: Tensor, saves: bool) -> Rectangles:
+    """All that this rank reads of it, or what it writes (views, so that loading fills the part)."""
+    part, boxes = plain(value).detach(), held.boxes()
+    pieces = list(zip(boxes, views(part, boxes), strict=True))
+    return Rectangles.of(part, spoken(model, held, part) if saves else pieces, held.shape)
 
 
-def _wrap(model: ParallelModel, held: Held, local: Tensor) -> Rectangles:
-    return Rectangles.of(local.detach(), held.boxes(), held.shape, is_speaker(model, held))
-
-
-def _model_state(model: ParallelModel) -> dict[str, Any]:
-    held = {f"model.{h.name}": _wrap(model, h, h.tensor) for h in model.store.held.values()}
+def _model_state(model: ParallelModel, saves: bool) -> dict[str, Any]:
+    held = {f"model.{h.name}": _wrap(model, h, h.tensor, saves)
+            for h in model.store.held.values()}  # fmt: skip
     rest = {
         f"model.{name}": tensor.detach()
         for name, tensor in model.store.tensors.items()
@@ -126,14 +121,15 @@ def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> 
         for key, value in values.items():
             value = value if isinstance(value, Tensor) else torch.tensor(float(value))
             whole = value.shape != param.shape or value.dim() == 0
-            state[f"optim.{held.name}.{key}"] = value if whole else _wrap(model, held, value)
+            state[f"optim.{held.name}.{key}"] = (
+                value if whole else _wrap(model, held, value, True))  # fmt: skip
     return state
 
 
 def save(model: ParallelModel, folder: str | os.PathLike[str],
          optimizer: torch.optim.Optimizer | None) -> None:  # fmt: skip
     """Every rank writes what it speaks for."""
-    state = _model_state(model)
+    state = _model_state(model, True)
     settings = None if optimizer is None else _settings(model, optimizer)
     if optimizer is not None:
         state |= _optimizer_state(model, optimizer)
@@ -162,7 +158,7 @@ def load(model: ParallelModel, folder: str | os.PathLike[str],
          optimizer: torch.optim.Optimizer | None) -> None:  # fmt: skip
     """Every rank reads the rectangles of its own plan."""
     metadata = _read_metadata(folder)
-    state = _model_state(model)
+    state = _model_state(model, False)
     missing = sorted(name for name in state if name not in metadata)
     if missing:
         raise CheckpointError(
@@ -208,11 +204,12 @@ def _empty_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimize
             continue
         own = optimizer.state[held.tensor]
         split = tuple(info.size) == held.shape and info.size != torch.Size([])
-        shape = held.tensor.shape if split else info.size
+        shape = held.part.shape if split else info.size
         device = held.tensor.device if split else torch.device("cpu")
         value = torch.zeros(shape, dtype=info.properties.dtype, device=device)
-        own[key.removeprefix(prefix)] = value
-        yield key, _wrap(model, held, value) if split else value
+        yield key, _wrap(model, held, value, False) if split else value
+        spread = model.store.spreads.get(held.name) if split else None
+        own[key.removeprefix(prefix)] = value if spread is None else mark(value, spread)
 
 
 def _same_groups(model: ParallelModel, optimizer: torch.optim.Optimizer,

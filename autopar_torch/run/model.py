@@ -15,7 +15,7 @@ from .. import files, schedule as schedules
 from ..errors import PlanError, RunError
 from ..guards import Guards
 from ..model import ModelGraph
-from ..plan import Plan
+from ..plan import Plan, check_joint, peers
 from ..search.best import Outcome
 from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
@@ -23,7 +23,7 @@ from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.call import Call
 from ..trace.watch import Watch, replaced, tensors_of
-from . import checkpoint, doors, shardings, state, tracing
+from . import checkpoint, doors, optimizers, shardings, state, tracing
 from .batches import SameBatch, Settle
 from .context import Prologue
 from .drift import Copy, Drift
@@ -34,6 +34,7 @@ from .params import ParamStore, Reducer
 from .randomness import OwnNumbers, draws
 from .record import SILENT, Recorder, Silent, joined
 from .returned import forward_only, returned
+from .sharded import local
 from .stage import StageRunner
 from .world import World
 
@@ -50,9 +51,8 @@ class Program:
         replica = plan.replicas[model.replica]
         for s, stage in enumerate(replica.stages):
             if world.rank in stage.devices:
-                peers = model.replica_axis(s)
                 self.stages[s] = StageRunner(traced, plan, stage, store, world.tensor_axes(stage),
-                                             peers, model.device)  # fmt: skip
+                                             model.replica_axis, model.device)  # fmt: skip
         model.watch.learn(traced.reads)
         self.state, self.number = model.watch.described(traced.reads), model.watch.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
@@ -60,6 +60,7 @@ class Program:
         self.draws = world.size > 1 and draws(traced.programs.values())
         self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
+        self.reached: list[str] | None = None  # parameters that get gradients, once it has run
 
     def serves(self, watch: Watch) -> bool:
         """Whether nothing that decided what was traced is otherwise now."""
@@ -132,6 +133,7 @@ class ParallelModel(nn.Module):
               source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         graph = traced.graph
+        check_joint(plan, graph)
         self._plan, self.graph = plan, graph
         self.replica = next(r for r, rep in enumerate(plan.replicas)
                             if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
@@ -140,7 +142,10 @@ class ParallelModel(nn.Module):
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
         self.reducer = self._reducer()
-        self.buffers_by_name = dict(self.module.named_buffers())
+        self.buffers_by_name = {n: local(b) for n, b in self.module.named_buffers()}
+        if self._store.spreads:
+            state.watch(self.module)
+            optimizers.attend()
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
         self._programs[(call.key, True)] = [Program(traced, plan, self)]
@@ -161,9 +166,9 @@ class ParallelModel(nn.Module):
         seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
         self.numbers = OwnNumbers(seed, place, self.device)
 
-    def replica_axis(self, stage: int) -> Any:
-        """The ranks that have this rank's place in the other replicas."""
-        ranks = _peers(self.plan, self.replica, stage, self.world.rank)
+    def replica_axis(self, block: int) -> Any:
+        """The ranks that have this rank's place at a block in the other replicas."""
+        ranks = peers(self.plan, block, self.world.rank)
         return self.world.axis(ranks) if ranks else None
 
     # --- a step -----------------------------------------------------------------------------
@@ -171,6 +176,7 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
         doors.refuse_wrapped(self)
+        optimizers.restore()  # after a step that raised
         train = self.training and torch.is_grad_enabled()
         with self.world.doing("forward" if train else "evaluation"):
             call, tensors, settle = self.same_batch.take(args, kwargs, self.training,
@@ -283,7 +289,7 @@ class ParallelModel(nn.Module):
             parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
             self.losses.look(self.num_steps, self.replica, values["loss"],
                              parts if self._speaks else {})  # fmt: skip
-            grads = self._finish_grads()
+            grads = self._finish_grads(program)
             values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
                                        self.loss_scale)  # fmt: skip
         return values
@@ -300,7 +306,7 @@ class ParallelModel(nn.Module):
             return
         for name, held in self.store.held.items():
             if isinstance(held.tensor, nn.Parameter):
-                yield Copy(name, (held.boxes(), held.zero and held.own_rows()), held.tensor)
+                yield Copy(name, (held.boxes(), held.zero and held.share.own_rows()), held.part)
 
     def _refuse_idle(self, spans: Sequence[Sequence[Any]], num_rows: int) -> None:
         """Where replicas meet inside the blocks, none may have nothing to do."""
@@ -334,10 +340,17 @@ class ParallelModel(nn.Module):
         spans = self.micro_batches(num_rows)[self.replica]
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
-    def _finish_grads(self) -> list[tuple[Tensor, Tensor]]:
+    def _finish_grads(self, program: Program) -> list[tuple[Tensor, Tensor]]:
+        """Of the same parameters on every rank: those to which anyone's backward came."""
         with self.recorder.exchanging("reduce"):
             sums = self.reducer.finish()
-        return [(self.store.held[name].tensor, grad) for name, grad in sums.items()]
+        if program.reached is None:
+            everyone = self.world.gather(self.reducer.reached)
+            program.reached = [name for name in self.store.tensors
+                               if any(name in names for names in everyone)]  # fmt: skip
+        tensors = self.store.tensors
+        return [(tensors[name], sums[name] if name in sums else torch.zeros_like(
+            local(tensors[name]))) for name in program.reached]  # fmt: skip
 
     def _outputs(self, program: Program, parts: dict[int, dict[str, Tensor]],
                  rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
@@ -407,22 +420,24 @@ class ParallelModel(nn.Module):
         raise doors.no_wrapper("DistributedDataParallel")
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The user's Parameter objects (this rank's parts)."""
+        """The user's Parameter objects; where a plan cuts them they mean whole tensors."""
         return self.module.parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Under their original names."""
         return self.module.named_parameters(*args, **kwargs)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
+                        error_if_nonfinite: bool = False,
+                        foreach: bool | None = None) -> Tensor:  # fmt: skip
+        """torch's, over all ranks, in one message: the norm of all gradients, now at most this."""
         with self._doing("clip_grad_norm_"):
-            return state.clip_grad_norm(self, max_norm)
+            return state.clip_grad_norm(self, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
         with self._meeting("state_dict"):
-            return state.full_state(self)
+            return state.full_state(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip
@@ -464,25 +479,13 @@ def _with_frozen(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
     return replace(graph, params=params)
 
 
-def _peers(plan: Plan, replica: int, stage: int, rank: int) -> tuple[int, ...]:
-    """Ranks at the same place of the same stage of every replica; empty if they differ."""
-    stages = [r.stages[stage] for r in plan.replicas if len(r.stages) > stage]
-    own = plan.replicas[replica].stages[stage]
-    if len(stages) < len(plan.replicas) or len(stages) == 1:
-        return ()
-    if any((s.axes, s.blocks) != (own.axes, own.blocks) for s in stages):
-        return ()
-    return tuple(s.devices[own.devices.index(rank)] for s in stages)
-
-
 def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Every group of the tensor axes, and of equal places in all replicas."""
     groups = []
-    for r, replica in enumerate(plan.replicas):
-        for s, stage in enumerate(replica.stages):
-            for rank in stage.devices:
-                groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-                groups.append(_peers(plan, r, s, rank))
+    for stage in (stage for replica in plan.replicas for stage in replica.stages):
+        for rank in stage.devices:
+            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
+            groups += {peers(plan, block, rank) for block in range(*(stage.blocks or (0, 0)))}
     return [tuple(sorted(g)) for g in groups if g]
 
 

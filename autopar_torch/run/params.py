@@ -20,7 +20,9 @@ from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
 from ..shard.parts import copy_rows, fill, flat_piece, part
-from ..shard.reduction import Share, buckets_of, is_stacked, shares_of
+from ..shard.reduction import Share, boxes_of, buckets_of, shares_of
+from .sharded import adopt, local, plainly
+from .spread import Spread, paste
 from .world import World
 
 
@@ -70,24 +72,14 @@ class Held:
     def trainable(self) -> bool:
         return self.tensor.requires_grad
 
-    def own_rows(self) -> tuple[int, int]:
-        index = self.axis.index if self.axis else 0
-        start = min(index * self.rows, self.local[0])
-        return start, min(start + self.rows, self.local[0])
+    @property
+    def part(self) -> Tensor:
+        """The plain part behind the user's object."""
+        return local(self.tensor)
 
     def boxes(self) -> list[Box]:
         """Rectangles of the full tensor, in the order in which they lie in `tensor`."""
-        boxes = self.holding.boxes(self.shape)
-        if not self.zero:
-            return boxes
-        start, end = self.own_rows()
-        found, at = [], 0
-        for offsets, sizes in boxes:
-            a, b = max(start - at, 0), min(end - at, sizes[0])
-            if b > a and all(sizes):
-                found.append(((offsets[0] + a, *offsets[1:]), (b - a, *sizes[1:])))
-            at += sizes[0]
-        return found if is_stacked(self.holding) else boxes
+        return self.share.boxes(self.shape)
 
 
 class ParamStore:
@@ -116,7 +108,7 @@ class ParamStore:
         for cut in held.holding.cuts:
             value = part(value, cut)
         if held.zero:
-            start, end = held.own_rows()
+            start, end = held.share.own_rows()
             value = value[start:end]
         return value.detach().clone()
 
@@ -150,10 +142,29 @@ class ParamStore:
                      if held.leaf.dtype == held.tensor.dtype]  # fmt: skip
         self.gathered = [held for held in self.held.values()
                          if held.zero and not self.gathers_per_use(held)]  # fmt: skip
+        self.spreads = {name: self._spread(name, self.tensors[name])
+                        for name in self.holdings if not self._is_everywhere(name)}  # fmt: skip
+        for name, spread in self.spreads.items():
+            adopt(self.tensors[name], spread)
+
+    def _is_everywhere(self, name: str) -> bool:
+        """Whether every rank keeps all of a parameter."""
+        holdings, info = self.holdings[name], self.graph.params[name]
+        cut = self.plan.zero > 0 and info.trainable and not info.buffer
+        whole = all(not holding.region for holding in holdings)
+        return whole and not cut and len(holdings) == self.world.size
+
+    def _spread(self, name: str, tensor: Tensor) -> Spread:
+        held, size = self.held.get(name), tuple(tensor.shape)
+        return Spread(
+            name, self.graph.params[name].shape, size, self.world,
+            lambda full: self.cut(held, full) if held else full.new_empty(size),
+            lambda: boxes_of(self.plan, self.graph, name, self.holdings[name]),
+        )  # fmt: skip
 
     def _make_leaf(self, held: Held) -> None:
         if self.graph.params[held.name].buffer:
-            held.leaf = held.tensor
+            held.leaf = held.tensor.detach()
             return
         cast_to = self.dtype if self.dtype and held.tensor.is_floating_point() else None
         if held.zero or cast_to:
@@ -169,10 +180,10 @@ class ParamStore:
 
     def refresh(self) -> None:
         """Bring the leaves up to date with what the optimizer did to the parameters."""
-        for leaf, tensor in self.same:
-            if leaf.data_ptr() != tensor.data_ptr():
-                leaf.data = tensor.data
-        with torch.no_grad():
+        with torch.no_grad(), plainly():
+            for leaf, tensor in self.same:
+                if leaf.data_ptr() != tensor.data_ptr():
+                    leaf.data = tensor.data
             for held in self.copied:
                 held.leaf.copy_(held.tensor)
         self.gather(self.gathered)
@@ -184,7 +195,7 @@ class ParamStore:
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
         for axis, group in _by_team(helds):
-            flat = torch.cat([flat_piece(h.tensor, h.leaf.dtype, h.piece) for h in group])
+            flat = torch.cat([flat_piece(h.part, h.leaf.dtype, h.piece) for h in group])
             pieces = gather_pieces(flat, axis)
             offset = 0
             for held in group:
@@ -234,6 +245,7 @@ class Bucket:
         self.names = frozenset(h.name for h in helds)
         self.leaves = [h.leaf for h in helds]
         self.waiting: set[str] = set()
+        self.reached: set[str] = set()  # whose leaves have got gradients
         self.flat: Tensor | None = None
         self.got: Tensor | None = None
         self.works: list[Any] = []
@@ -249,19 +261,27 @@ class Bucket:
         shape = (cast(Axis, self.axis).parts, size) if self.zero else (size,)
         flat = torch.empty(shape, dtype=like.dtype, device=like.device)
         if not (self.zero or self.mixed):  # the usual case, in one call
-            return torch.cat([_taken(leaf).reshape(-1) for leaf in self.leaves], out=flat)
+            return torch.cat([self._taken(held).reshape(-1) for held in self.helds], out=flat)
         for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
             self._write(held, target)
         return flat
 
     def _write(self, held: Held, target: Tensor) -> None:
-        grad = _taken(held.leaf)
+        grad = self._taken(held)
         if self.mixed:
             target.zero_()
             paste(target.view(held.shape), grad / held.holding.num_copies,
                   held.holding.boxes(held.shape))  # fmt: skip
         else:
             copy_rows(target, grad.reshape(-1), held.piece)
+
+    def _taken(self, held: Held) -> Tensor:
+        """The gradient that a leaf has gathered, which starts afresh; zeros if none arrived."""
+        grad, held.leaf.grad = held.leaf.grad, None
+        if grad is None:
+            return torch.zeros_like(held.leaf, dtype=held.leaf.grad_dtype)
+        self.reached.add(held.name)
+        return grad
 
     def launch(self) -> None:
         """Start summing; gradients that have not arrived are zeros."""
@@ -279,8 +299,7 @@ class Bucket:
         if self.axis is None:
             for held in self.helds:
                 if held.leaf.grad is not None:
-                    _add(into, held.name, held.leaf.grad.to(held.tensor.dtype))
-                    held.leaf.grad = None
+                    _add(into, held.name, self._taken(held).to(held.tensor.dtype))
             return
         arrive(self.works)
         flat = cast(Tensor, self.flat) if self.got is None else added(self.got.unbind())
@@ -291,41 +310,17 @@ class Bucket:
 
     def _parts(self, flat: Tensor, store: ParamStore) -> Sequence[Tensor]:
         """The sum of every parameter, in its shape."""
-        if not (self.zero or self.mixed):  # the usual case, in one call
-            return _unflatten_dense_tensors(flat, [held.tensor for held in self.helds])
-        pairs = zip(self.helds, flat.split(self.sizes), strict=True)
-        if self.mixed:
-            return [store.cut(held, part.view(held.shape)) for held, part in pairs]
-        return [part[: held.tensor.numel()].view(held.tensor.shape) for held, part in pairs]
-
-
-def _taken(leaf: Tensor) -> Tensor:
-    """The gradient that a leaf has gathered, which starts afresh; zeros if nothing has arrived."""
-    grad, leaf.grad = leaf.grad, None
-    return torch.zeros_like(leaf, dtype=leaf.grad_dtype) if grad is None else grad
+        with plainly():
+            if not (self.zero or self.mixed):  # the usual case, in one call
+                return _unflatten_dense_tensors(flat, [held.tensor for held in self.helds])
+            pairs = zip(self.helds, flat.split(self.sizes), strict=True)
+            if self.mixed:
+                return [store.cut(held, part.view(held.shape)) for held, part in pairs]
+            return [part[: held.tensor.numel()].view(held.tensor.shape) for held, part in pairs]
 
 
 def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
     into[name] = grad if name not in into else into[name].add_(grad)
-
-
-def stacking_dim(boxes: list[Box], local: Tensor) -> int:
-    """The dim along which the rectangles of a part lie one after the other."""
-    sizes = [size for _, size in boxes]
-    dims = range(local.dim() if len(boxes) > 1 else 0)
-    return next((d for d in dims if sizes[0][d] != local.shape[d]
-                 and sum(s[d] for s in sizes) == local.shape[d]), 0)  # fmt: skip
-
-
-def paste(full: Tensor, local: Tensor, boxes: list[Box]) -> None:
-    """Write a part into the full tensor. Boxes lie one after the other along one dim of it."""
-    if not boxes:
-        return
-    dim, sizes = stacking_dim(boxes, local), [size for _, size in boxes]
-    pieces = local.split([s[dim] for s in sizes], dim) if len(boxes) > 1 else [local]
-    for (offsets, size), piece in zip(boxes, pieces, strict=True):
-        index = tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
-        full[index] = piece.reshape(size)
 
 
 class Reducer:
@@ -351,12 +346,18 @@ class Reducer:
     def _hook(self, held: Held) -> Callable[[Tensor], None]:
         return lambda _: self.arrived(held.name)
 
+    @property
+    def reached(self) -> set[str]:
+        """Parameters whose gradients this rank's backwards have come to, since it began."""
+        return set().union(*(bucket.reached for bucket in self.buckets))
+
     def begin(self, in_step: bool) -> None:
         """A new step; `in_step`: every replica has the same number of micro-batches."""
         self.sums, self.last = {}, False
         self.per_micro_batch = self.store.plan.zero >= 2 and in_step
         for bucket in self.buckets:
             bucket.waiting = set(bucket.names)
+            bucket.reached.clear()
 
     def arrived(self, name: str) -> None:
         """A leaf has its gradient of this micro-batch."""

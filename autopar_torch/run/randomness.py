@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class OwnNumbers:
 def share_python_numbers(world: World) -> None:
     """A forward that runs as Python draws from Python's and numpy's generators on every rank, as it
     does in one process: they have to start alike."""
-    kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    kind, keys, place, has_gauss, gauss = cast(Any, np.random.get_state())
     own = random.getstate(), (kind, keys.tolist(), place, has_gauss, gauss)
     first, (kind, keys, place, has_gauss, gauss) = json.loads(world.agree(json.dumps(own).encode()))
     random.setstate((first[0], tuple(first[1]), first[2]))

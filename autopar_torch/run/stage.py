@@ -36,10 +36,11 @@ class StageRunner:
     """The blocks of one stage; programs are made per number of rows, when first needed."""
 
     def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore,
-                 axes: Sequence[Axis], replicas: Axis | None,
+                 axes: Sequence[Axis], replicas: Callable[[int], Axis | None],
                  device: torch.device) -> None:  # fmt: skip
         self.traced, self.plan, self.stage, self.store = traced, plan, stage, store
-        self.axes, self.replicas, self.device = axes, replicas, device
+        self.axes, self.device = axes, device
+        self.peers = [replicas(block) for block in range(*(stage.blocks or (0, 0)))]
         self.first, self.last = stage.blocks or (0, 0)
         graph = traced.graph
         self.arriving = graph.crossing(self.first)
@@ -47,7 +48,7 @@ class StageRunner:
         self.leaving = {} if is_end else graph.crossing(self.last)
         self.outputs = graph.outputs if is_end else {}
         self.cells = [self._cell(i) for i in range(self.first, self.last)]
-        self.programs: dict[tuple[str, int, int], fx.GraphModule] = {}
+        self.programs: dict[tuple[str, int, int, Any], fx.GraphModule] = {}
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
         self.loss_scale = 1.0
@@ -76,12 +77,13 @@ class StageRunner:
     def _program(self, index: int, rows: int) -> fx.GraphModule:
         number = self.stage.sharding(self.first + index)
         block = self.traced.graph.blocks[self.first + index]
-        key = (block.kind, number, rows)
+        peers = self.peers[index]
+        key = (block.kind, number, rows, peers and peers.ranks)
         if key not in self.programs:
             sharding = self.plan.sharding(self.stage, self.first + index)
             self.programs[key] = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
-                device=self.device, replicas=self.replicas,
+                device=self.device, replicas=peers,
             )  # fmt: skip
         return self.programs[key]
 
@@ -89,7 +91,7 @@ class StageRunner:
         """What a block runs on this rank, as Python."""
         index += self.first
         wanted = (self.traced.graph.blocks[index].kind, self.stage.sharding(index))
-        made = [p.code for (kind, number, _), p in self.programs.items()
+        made = [p.code for (kind, number, _, _), p in self.programs.items()
                 if (kind, number) == wanted]  # fmt: skip
         return str(made[0]) if made else "(has not run yet)"
 

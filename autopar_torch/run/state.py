@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RunError
 from ..model import TensorInfo
+from ..shard.holdings import Box
 from ..trace import Traced
-from .params import Held, paste
+from .params import Held
+from .sharded import Sharded, local, plainly
+from .totals import total_norm
 
 if TYPE_CHECKING:
     from .model import ParallelModel
@@ -41,67 +44,72 @@ def same_shape(name: str, there: Sequence[int], here: Sequence[int], where: str)
         raise CheckpointError(f"{name} is {tuple(there)} there, {tuple(here)} here", where=where)
 
 
-def num_holders(model: ParallelModel, held: Held) -> int:
-    """How many ranks have the same elements as this one."""
-    holdings = model.store.holdings[held.name]
-    same = Counter(h.region for h in holdings)[held.holding.region]
-    return same // len(held.team.ranks) if held.zero else same
+def spoken(model: ParallelModel, held: Held, value: Tensor) -> list[tuple[Box, Tensor]]:
+    """(box of the full tensor, view) of what this rank writes of a part: a parameter's, or of a
+    tensor that is cut like it. Over all ranks every element once."""
+    spread = model.store.spreads.get(held.name)
+    if spread is not None:
+        return spread.spoken(local(value))
+    whole = ((0,) * len(held.shape), held.shape)
+    return [(whole, local(value))] if model.world.rank == 0 else []
 
 
-def is_speaker(model: ParallelModel, held: Held) -> bool:
-    """Exactly one rank speaks for every element: the first that has it."""
-    region = held.holding.region
-    holders = [h for h in model.store.holdings[held.name] if h.region == region]
-    if held.zero:
-        first_team = {h.family for h in holders if h.rank == holders[0].rank}
-        return held.holding.family in first_team
-    return holders[0].rank == model.world.rank
-
-
-def clip_grad_norm(model: ParallelModel, max_norm: float) -> Tensor:
-    """torch's clip_grad_norm_ over every element of the model once."""
-    if model.fallback_reason:
-        return torch.nn.utils.clip_grad_norm_(model.module.parameters(), max_norm)
-    total = torch.zeros((), dtype=torch.float64, device=model.device)
-    for held in model.store.held.values():
-        if held.tensor.grad is not None and held.tensor.grad.numel():
-            norm = torch.linalg.vector_norm(held.tensor.grad)
-            total += norm.double().square() / num_holders(model, held)
-    norm = model.world.sum(total).sqrt().float()
+def clip_grad_norm(model: ParallelModel, max_norm: float, norm_type: float,
+                   error_if_nonfinite: bool, foreach: bool | None) -> Tensor:  # fmt: skip
+    """torch's clip_grad_norm_ over every element of the model once, in one message."""
+    if model.fallback_reason or model.world.size == 1:
+        return torch.nn.utils.clip_grad_norm_(model.module.parameters(), max_norm, norm_type,
+                                              error_if_nonfinite, foreach)  # fmt: skip
+    grads = [p.grad for p in model.module.parameters() if p.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    norm = total_norm(grads, float(norm_type))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RunError(f"the norm of all gradients is {float(norm)}, so they cannot be clipped",
+                       where="clip_grad_norm_",
+                       fix="find what made them so, or pass error_if_nonfinite=False")  # fmt: skip
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if float(factor) < 1.0:
-        for held in model.store.held.values():
-            if held.tensor.grad is not None:
-                held.tensor.grad.mul_(factor)
+    if float(factor) != 1.0:
+        torch._foreach_mul_(grads, factor)
     return norm
 
 
-def full_tensor(model: ParallelModel, name: str, local: Tensor | None) -> Tensor:
-    """The full tensor of which `local` is this rank's part (same cut as the parameter)."""
-    info = model.graph.params[name]
-    kind = getattr(torch, info.dtype) if local is None else local.dtype
-    full = torch.zeros(info.shape, dtype=kind, device=model.device)
-    held = model.store.held.get(name)
-    if held is not None and local is not None and is_speaker(model, held):
-        paste(full, local, held.boxes())
-    return model.world.sum(full)
+def watch(module: nn.Module) -> None:
+    """`state_dict()` of a module, and of any in it, has full tensors from now on."""
+    for sub in module.modules():
+        if _whole_entries not in sub._state_dict_hooks.values():
+            sub._register_state_dict_hook(_whole_entries)
 
 
-def full_state(model: ParallelModel) -> dict[str, Any]:
+_made: dict[str, Any] = {"of": lambda: None, "wholes": {}}  # by the state_dict() under way
+
+
+def _whole_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if _made["of"]() is not state:
+        _made.update(of=weakref.ref(state), wholes={})
+    for name in (*module._parameters, *module._buffers):
+        value = state.get(prefix + name)
+        if type(value) is Sharded:
+            state[prefix + name] = _once(value)
+
+
+def _once(value: Sharded) -> Tensor:
+    """Tied parameters give one tensor, as in one process."""
+    wholes = _made["wholes"]
+    known = wholes.get(id(value.spread), lambda: None)()
+    if known is None:
+        with plainly():
+            known = value.spread.gathered(value)
+        wholes[id(value.spread)] = weakref.ref(known)
+    return cast(Tensor, known)
+
+
+def full_state(model: ParallelModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Every parameter and persistent buffer, whole, under all of its original names."""
-    own = dict(model.module.state_dict(keep_vars=True))
+    own: dict[str, Any] = model.module.state_dict(*args, **kwargs)
     if model._plan is None or model.fallback_reason:
         return {name: value.detach().clone() for name, value in own.items()}
-    names = {id(t): n for n, t in model.store.tensors.items()}
-    made: dict[str, Tensor] = {}
-    result = {}
-    for name, tensor in own.items():
-        first = names.get(id(tensor), name)
-        if first not in made:
-            split = first in model.store.holdings
-            made[first] = full_tensor(model, first, tensor.detach()) if split else tensor.detach()
-        result[name] = made[first]
-    return result
+    return own
 
 
 def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> Any:
@@ -116,17 +124,10 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
         )  # fmt: skip
     if model._plan is None or model.fallback_reason:
         return model.module.load_state_dict(state, strict)
-    names = {id(t): n for n, t in model.store.tensors.items()}
-    given = {name: names.get(id(tensor), name) for name, tensor in own.items() if name in state}
-    for name, known in given.items():
-        split = known in model.store.holdings
-        full = model.graph.params[known].shape if split else own[name].shape
-        same_shape(name, state[name].shape, full, "load_state_dict")
+    given = [name for name in own if name in state]
+    for name in given:
+        same_shape(name, state[name].shape, own[name].shape, "load_state_dict")
     with torch.no_grad():
-        for name, known in given.items():
-            held = model.store.held.get(known)
-            if held is not None:
-                own[name].copy_(model.store.cut(held, state[name].to(own[name].device)))
-            elif known not in model.store.holdings:
-                own[name].copy_(state[name])
+        for name in given:
+            own[name].copy_(state[name])
     return _IncompatibleKeys(missing, extra)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph, item_bytes
 from ..plan import Plan
-from .holdings import Holding, Team, all_holdings, team_of
+from .holdings import Box, Holding, Team, all_holdings, team_of
 from .layout import local_shape
 
 
@@ -46,8 +46,27 @@ class Share(NamedTuple):
         """Elements that the optimizer of this rank sees."""
         if not self.zero:
             return self.num_local
+        start, end = self.own_rows()
+        return (end - start) * math.prod(self.local[1:])
+
+    def own_rows(self) -> tuple[int, int]:
+        """First row and end of what this rank owns of its part under ZeRO."""
         start = min(self.team.ranks.index(self.holding.rank) * self.rows, self.local[0])
-        return (min(start + self.rows, self.local[0]) - start) * math.prod(self.local[1:])
+        return start, min(start + self.rows, self.local[0])
+
+    def boxes(self, shape: tuple[int, ...]) -> list[Box]:
+        """Rectangles of the full tensor, in the order in which they lie in what is owned."""
+        boxes = self.holding.boxes(shape)
+        if not self.zero:
+            return boxes
+        start, end = self.own_rows()
+        found, at = [], 0
+        for offsets, sizes in boxes:
+            a, b = max(start - at, 0), min(end - at, sizes[0])
+            if b > a and all(sizes):
+                found.append(((offsets[0] + a, *offsets[1:]), (b - a, *sizes[1:])))
+            at += sizes[0]
+        return found
 
     @property
     def num_sent(self) -> int:
@@ -68,6 +87,20 @@ def shares_of(plan: Plan, graph: ModelGraph, rank: int,
         mine = next((h for h in everyone if h.rank == rank), None)
         if mine is not None:
             found[name] = _share(plan, graph, name, mine, team_of(everyone, rank))
+    return found
+
+
+def boxes_of(plan: Plan, graph: ModelGraph, name: str,
+             everyone: list[Holding]) -> dict[int, list[Box]]:  # fmt: skip
+    """Rank -> what it keeps of a parameter."""
+    shape = graph.params[name].shape
+    teams: dict[tuple[object, ...], Team] = {}
+    found = {}
+    for holding in everyone:
+        key = (holding.family, holding.stage)
+        if key not in teams:
+            teams[key] = team_of(everyone, holding.rank)
+        found[holding.rank] = _share(plan, graph, name, holding, teams[key]).boxes(shape)
     return found
 
 
