@@ -16,7 +16,7 @@ from ..trace.call import Call
 from ..trace.capture import LossFn
 from ..trace.form import Form, form_of, take_outputs
 from .handover import hand_over
-from .randomness import dropout_apart, share_python_numbers
+from .randomness import dropout_apart
 from .returned import returned
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
     parallel.draw_as(0)
-    share_python_numbers(parallel.world)
     parallel.fallback = _Step(parallel, loss_fn)
 
 

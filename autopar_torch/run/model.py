@@ -31,7 +31,7 @@ from .executor import Executor, Mail, neighbours
 from .handover import LossScale, hand_over
 from .losses import Losses
 from .params import ParamStore, Reducer
-from .randomness import OwnNumbers, draws
+from .randomness import OwnNumbers, draws, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import forward_only, returned
 from .sharded import local
@@ -207,6 +207,8 @@ class ParallelModel(nn.Module):
         with (tracing.modes_kept(self.module, True), torch.inference_mode(False),
               torch.enable_grad()):  # fmt: skip
             self._prepare(self, call, [t.clone() if t.is_inference() else t for t in tensors])
+        if self.fallback_reason:
+            share_python_numbers(self.world)
 
     def fingerprint_hash(self) -> int:
         """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
