@@ -49,12 +49,15 @@ class World:
         self.rank, self.size = rank, size
         self.groups: dict[tuple[int, ...], Any] = {}
         self.lanes: tuple[Any, Any] = (None, None)
+        self.words: Any = None  # the group of what is said between CPUs (None: the usual one)
         if not torch.cuda.is_available():
             heap.keep()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":
                 self.open_lanes()
+                timeout = datetime.timedelta(seconds=TIMEOUT_S)
+                self.words = dist.new_group(backend="gloo", timeout=timeout)
             transport.make_polite()
 
     def open_lanes(self) -> None:
@@ -129,6 +132,24 @@ class World:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes, in rank order; nobody runs what another rank sent."""
+        if self.size == 1:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.words)
+        longest = int(max(lengths))
+        mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self.words)
+        return [bytes(x.numpy())[: int(n)] for x, n in zip(found, lengths, strict=True)]
+
+    def start_max(self, x: Tensor) -> list[Any]:
+        """What to wait for until x, on the CPU, is its maximum over all ranks."""
+        if self.size == 1:
+            return []
+        return [dist.all_reduce(x, dist.ReduceOp.MAX, group=self.words, async_op=True)]
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
