@@ -54,13 +54,13 @@ def start(seed: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     return model, opt
 
 
-def content(model: Any, opt: torch.optim.Optimizer) -> bytes:
+def content(model: Any, opt: torch.optim.Optimizer) -> str:
     """All that a checkpoint holds."""
     state = [sorted(opt.state[p].items()) for p in model.parameters() if p in opt.state]
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
-    return pickle.dumps((
+    groups = [sorted((k, v) for k, v in g.items() if k != "params") for g in opt.param_groups]
+    return repr((
         [(k, v.numpy().tobytes()) for k, v in model.state_dict().items()],
-        [[(k, v.numpy().tobytes()) for k, v in own] for own in state], repr(groups),
+        [[(k, v.numpy().tobytes()) for k, v in own] for own in state], groups,
     ))  # fmt: skip
 
 

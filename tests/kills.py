@@ -8,6 +8,8 @@ step that was reported as saved, or a later one, must load; nothing else may.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import random
 import signal
@@ -27,7 +29,7 @@ import autopar_torch as ap
 
 WIDTH, KEEP = 384, 2
 X = torch.ones(2, WIDTH)
-LONGEST_S = 60
+LONGEST_S = 300
 
 
 class Wide(nn.Module):
@@ -145,10 +147,25 @@ def kill(rng: random.Random, num_ranks: int, folder: Path, by_step: bool) -> str
     return f"step {found} of {reported} reported, {left} files"
 
 
+def _import_early(folder: Path) -> None:
+    """What a rank imports on its way, so that those that are forked need not."""
+    names = folder / "modules"
+
+    def start() -> None:
+        _start(1)
+        names.write_text(" ".join(sys.modules))
+
+    os.waitpid(_forked(0, 1, _port(), start, folder / "log"), 0)
+    for name in names.read_text().split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
 def kills(number: int, seed: int) -> list[str]:
     """One or two ranks, one folder overwritten or a folder per step, again and again."""
     rng, told = random.Random(seed), []
     with tempfile.TemporaryDirectory() as name:
+        _import_early(Path(name))
         for index in range(number):
             num_ranks, by_step = 1 + index % 2, index // 2 % 2 == 1
             folder = Path(name) / str(by_step)
