@@ -88,7 +88,7 @@ def main() -> None:
     for how in HOW:
         ours, dcp = times[f"ours {how}"], times[f"dcp {how}"]
         ratios = [a / b for a, b in zip(ours, dcp, strict=True)]
-        print(f"{how:5} ours {statistics.median(ours):6.3f} s, DCP {statistics.median(dcp):6.3f} s, "
+        print(f"{how:5} ours {statistics.median(ours):.3f} s, DCP {statistics.median(dcp):.3f} s, "
               f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
               )  # fmt: skip
 

@@ -253,9 +253,8 @@ def test_only_an_optimizer_that_fits_is_filled_and_nothing_changes_otherwise(
     sgd = torch.optim.SGD(other.parameters(), lr=1.0)
     _refused(lambda: other.load(tmp_path / "a", sgd), "state of 'AdamW', the optimizer is SGD")
     _refused(lambda: other.load(tmp_path / "alone", fresh), "without an optimizer")
-    fresh.param_groups[0]["beta3"] = 1
-    _refused(lambda: other.load(tmp_path / "a", fresh), "other settings there than here: beta3")
-    del fresh.param_groups[0]["beta3"]
+    disguised = type("AdamW", (torch.optim.SGD,), {})(other.parameters())
+    _refused(lambda: other.load(tmp_path / "a", disguised), "other settings there .*: dampening")
     double = ap.parallelize(damage.Small().double(), damage.X.double())
     _refused(lambda: double.load(tmp_path / "a"), "is F32 there, F64 here")
     longer = damage.Small()

@@ -59,7 +59,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _parts(name: str, held: Held, local: Tensor) -> list[Part]:
     """All that this rank has, by rectangles (views, so loading writes into the part)."""
-    boxes = [box for box in held.boxes() if all(box[1])]
+    boxes = [box for box in held.boxes() if all(box[1])] if all(held.shape) else [_all(held.shape)]
     views = [local] * len(boxes)
     if len(boxes) > 1:
         dim = stacking_dim(boxes, local)
@@ -97,8 +97,12 @@ def _without(part: Part, box: Box) -> Iterator[Part]:
 
 def _whole(name: str, tensor: Tensor) -> list[Part]:
     """A tensor that every rank has as it is."""
-    box = ((0,) * tensor.dim(), tuple(tensor.shape))
-    return [Part(name, box, tensor.detach(), box[1])] if all(box[1]) else []
+    box = _all(tuple(tensor.shape))
+    return [Part(name, box, tensor.detach(), box[1])]
+
+
+def _all(shape: tuple[int, ...]) -> Box:
+    return (0,) * len(shape), shape
 
 
 def _unsplit(model: ParallelModel) -> dict[str, Tensor]:
@@ -164,13 +168,15 @@ def _write(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: 
     tensors: dict[str, Stored] = {}
     for part in parts:
         dtype = dtype_name(part.view, part.name)
-        specs[stored.key(part.name, part.box, part.full)] = dtype, part.box[1]
-        before = tensors[part.name].pieces if part.name in tensors else ()
-        tensors[part.name] = Stored(dtype, part.full, (*before, Piece(model.world.rank, *part.box)))
-    if len(specs) < len(parts):
+        pieces = tensors[part.name].pieces if part.name in tensors else ()
+        if all(part.full):  # of nothing there is no piece
+            pieces = (*pieces, Piece(model.world.rank, *part.box))
+            specs[stored.key(part.name, part.box, part.full)] = dtype, part.box[1]
+        tensors[part.name] = Stored(dtype, part.full, pieces)
+    if len(specs) < sum(len(found.pieces) for found in tensors.values()):
         raise CheckpointError("two parts of it would have one name", where=str(path),
                               fix="leave @ out of names of parameters")  # fmt: skip
-    size, digest = write(path, specs, (part.view for part in parts))
+    size, digest = write(path, specs, (part.view for part in parts if all(part.full)))
     return Written(StoredFile(path.name, size, digest), tensors, keys, values)
 
 
@@ -224,8 +230,6 @@ def _manifest(model: ParallelModel, optimizer: torch.optim.Optimizer | None, gen
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = Stored(found.dtype, found.shape, (*before, *found.pieces))
         keys, values = {**own.keys, **keys}, {**own.values, **values}
-    empty = {f"model.{n}": t for n, t in _unsplit(model).items() if not t.numel()}
-    tensors |= {n: Stored(dtype_name(t, n), tuple(t.shape), ()) for n, t in empty.items()}
     state = None if optimizer is None else _settings(model, optimizer, keys, values)
     marks = {k: plainly.plain(v, f"extra: {k}") for k, v in extra.items()}
     return Manifest(stored.FORM, generation, type(model.module).__name__,
@@ -359,14 +363,19 @@ def _same_groups(model: ParallelModel, optimizer: torch.optim.Optimizer, saved: 
             where=where, fix=fix,
         )  # fmt: skip
     for index, (group, values) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
-        own = {k for k, v in group.items() if k != "params" and (saved.kind or v is not None)}
-        if not saved.kind:  # a converted one: what was None was left out
-            own |= values.keys() & group.keys()
-        if own != values.keys():
-            names = ", ".join(sorted(own ^ values.keys())[:3])
-            raise CheckpointError(f"group {index} has other settings there than here: {names}",
-                                  where=where, fix=fix)  # fmt: skip
+        if strange := _strange(optimizer, group, values, bool(saved.kind)):
+            raise CheckpointError(f"group {index} has other settings there than here: "
+                                  f"{', '.join(strange[:3])}", where=where, fix=fix)  # fmt: skip
         yield group, values
+
+
+def _strange(optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any],
+             known: bool) -> list[str]:  # fmt: skip
+    """Settings that tell of another optimizer; what schedulers add may be there or not."""
+    if known:
+        return sorted(optimizer.defaults.keys() - saved.keys())
+    needed = {k for k in optimizer.defaults if group[k] is not None}  # None was left out
+    return sorted((needed - saved.keys()) | (saved.keys() - group.keys() - {"initial_lr"}))
 
 
 def _fit_state(model: ParallelModel, optimizer: torch.optim.Optimizer, found: Checkpoint,

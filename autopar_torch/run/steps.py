@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Callable
@@ -24,13 +25,13 @@ def target(folder: Path, step: int | None, keep: int | None) -> Path:
     if step is None:
         raise CheckpointError("keep= without a step", where="save",
                               fix="save(folder, opt, step=100, keep=3)")  # fmt: skip
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step < 10**18:
         raise CheckpointError(f"step={step!r} is no step", where="save",
                               fix="step=100 is written to FOLDER/step-100")  # fmt: skip
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(f"keep={keep!r} checkpoints cannot be kept", where="save",
                               fix="keep=3 keeps the newest three")  # fmt: skip
-    return folder / f"step-{step}"
+    return folder / f"step-{operator.index(step)}"
 
 
 def room(folder: Path, goal: Path) -> Path:
