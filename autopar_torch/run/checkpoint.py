@@ -134,13 +134,20 @@ def save(model: ParallelModel, folder: Folder, optimizer: torch.optim.Optimizer 
     """Every rank writes what it speaks for; rank 0 commits when all is on the disk."""
     world, target = model.store.world, steps.target(Path(folder), step, keep)
     marks = {**(extra or {}), **({} if step is None else {"step": step})}
-    first = lambda act: by_first(world, type(None), act)  # noqa: E731
     try:
         generation = by_first(world, str, lambda: stored.begin(steps.room(Path(folder), target)))
         written = _written(model, optimizer, target, generation)
-        first(lambda: stored.commit(
-            target, _manifest(model, optimizer, generation, written, marks)))  # fmt: skip
-        first(lambda: steps.prune(Path(folder), target, keep))
+
+        def commit() -> None:
+            stored.commit(target, _manifest(model, optimizer, generation, written, marks))
+
+        def let_go() -> None:
+            stored.sweep(target, generation, world.rank, world.size)
+            if world.rank == 0:
+                steps.prune(Path(folder), target, keep)
+
+        by_first(world, type(None), commit)
+        jointly(world, type(None), let_go)
     except CheckpointError as error:
         fix = error.fix or "make room or choose another folder"
         raise CheckpointError(

@@ -30,8 +30,8 @@ from .world import World
 log = logging.getLogger("autopar_torch")
 MANIFEST = "manifest.json"
 FORM = 1
-_FILE = re.compile(r"([0-9a-f]{16})-[0-9]{1,7}\.safetensors")
-_DRAFT = re.compile(r"manifest\.([0-9a-f]{16})")
+_FILE = re.compile(r"([0-9a-f]{16})-([0-9]{1,7})\.safetensors")
+_DRAFT = re.compile(r"manifest\.([0-9a-f]{16})()")
 OLD = ".metadata"  # of torch.distributed.checkpoint, which this package wrote before
 _Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -119,16 +119,17 @@ def begin(folder: Path) -> str:
     return secrets.token_hex(8)
 
 
-def sweep(folder: Path, kept: str = "") -> None:
-    """Remove files of other generations than the one that is kept: nobody knows them any more."""
+def sweep(folder: Path, kept: str = "", rank: int = 0, size: int = 1) -> None:
+    """Remove files of other generations than the one that is kept, which nobody knows any more:
+    each rank its share, for freeing much memory of the disk's cache takes time."""
     for entry in list(os.scandir(folder)):
         found = _FILE.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)
-        if found and found[1] != kept:
+        if found and found[1] != kept and int(found[2] or 0) % size == rank:
             Path(entry.path).unlink(missing_ok=True)
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """From here on this is the checkpoint, and what was before is removed."""
+    """From here on this is the checkpoint."""
     check(manifest, str(folder))
     for file in manifest.files:
         _same_size(folder, file)
@@ -143,7 +144,6 @@ def commit(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
     draft.rename(folder / MANIFEST)
     sync_folder(folder)
-    sweep(folder, manifest.generation)
 
 
 def _hash(manifest: Manifest) -> str:
