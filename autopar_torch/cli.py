@@ -19,6 +19,7 @@ from typing import Any
 from . import files
 from .errors import (
     AutoparError,
+    CheckpointError,
     FileError,
     PlanError,
     ProfileError,
@@ -30,7 +31,8 @@ from .profile import QUICK_S
 
 # Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
-    SearchError: 3, FileError: 4, PlanError: 4, TraceError: 4, ProfileError: 5, RunError: 6,
+    SearchError: 3, FileError: 4, PlanError: 4, TraceError: 4, CheckpointError: 4,
+    ProfileError: 5, RunError: 6,
 }  # fmt: skip
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 MODEL = "module:function or file.py:function that returns (model, inputs); its code is run"
@@ -73,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=float, default=QUICK_S,
                           help=f"time to spend after a first look ({QUICK_S:.0f})")  # fmt: skip
+    about = ("write a checkpoint of the old form in the new one; runs what the old files hold, so "
+             "only for files that you trust")  # fmt: skip
+    convert = verbs.add_parser("convert", help=about, description=about)
+    convert.add_argument("old", help="folder that torch.distributed.checkpoint wrote")
+    convert.add_argument("new", help="folder for the new one")
+    convert.set_defaults(command=_convert)
     run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
     run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
     run.add_argument("--print", action="store_true", help="only show the command")
@@ -157,6 +165,13 @@ def _measure(options: argparse.Namespace) -> int:
         print(f"{len(known.profile.cells)} programs, {len(known.profile.curves)} groups: "
               f"{options.out}")  # fmt: skip
     return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .run.convert import convert
+
+    count = convert(Path(options.old), Path(options.new))
+    return _lines([f"{count} tensors: {options.new}"])
 
 
 def _run(options: argparse.Namespace) -> int:

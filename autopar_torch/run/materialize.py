@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..errors import CheckpointError, RunError
 from ..trace.capture import describe_params
+from . import steps, stored
+from .jointly import by_first, jointly
 from .state import same_shape
+from .tensorfile import DTYPES, Spec, TensorFile
 from .world import World
 
 log = logging.getLogger("autopar_torch")
@@ -33,7 +33,7 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
                 weights: str | os.PathLike[str] | None) -> Source:  # fmt: skip
     """Parameter or buffer name -> its full value, the same on every rank."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    read = None if weights is None else _reader(Path(weights))
+    read = None if weights is None else _reader(world, Path(weights))
     there = {} if read is None else _places(model, tensors, read, str(weights), world.rank)
     fill = _Initialiser(model, seed)
 
@@ -55,19 +55,28 @@ def _places(model: nn.Module, tensors: dict[str, Tensor], read: Reader, where: s
             rank: int) -> dict[str, str]:  # fmt: skip
     """Under which of its names each tensor is there."""
     names = {name: (name, *info.aliases) for name, info in describe_params(model).items()}
-    found = {name: next((n for n in own if n in read.shapes), "") for name, own in names.items()}
+    found = {name: next((n for n in own if n in read.specs), "") for name, own in names.items()}
     there = {name: place for name, place in found.items() if place}
     for name, place in there.items():
-        same_shape(place, read.shapes[place], tensors[name].shape, where)
+        dtype, shape = read.specs[place]
+        same_shape(place, shape, tensors[name].shape, where)
+        _same_kind(place, DTYPES[dtype], tensors[name].dtype, where)
     if not there:
         raise CheckpointError(
             f"none of the {len(names)} tensors of the model is there, but "
-            f"{', '.join(sorted(read.shapes)[:3]) or 'nothing'}",
+            f"{', '.join(sorted(read.specs)[:3]) or 'nothing'}",
             where=where, fix="give weights that were saved from this model",
         )  # fmt: skip
     if rank == 0:
         _tell_missing([name for name in model.state_dict() if found.get(name) == ""], where)
     return there
+
+
+def _same_kind(name: str, there: torch.dtype, here: torch.dtype, where: str) -> None:
+    """Floats become floats of other precision; nothing else changes its kind."""
+    if there != here and not (there.is_floating_point and here.is_floating_point):
+        raise CheckpointError(f"{name} is {there} there, {here} here", where=where,
+                              fix="give weights of the type that the model has")  # fmt: skip
 
 
 def _tell_missing(missing: list[str], where: str) -> None:
@@ -151,37 +160,50 @@ def _set(module: nn.Module, key: str, tensor: Tensor) -> None:
 
 
 class Reader(NamedTuple):
-    """Reads single tensors; of those that are there the shapes are known."""
+    """Reads single tensors; of those that are there type and shape are known."""
 
-    shapes: dict[str, tuple[int, ...]]
+    specs: dict[str, Spec]
     read: Source
 
 
-def _reader(path: Path) -> Reader:
-    """Of a safetensors file or folder, or of a saved checkpoint."""
-    if (path / ".metadata").exists():
-        saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        shapes = {
-            key.removeprefix("model."): tuple(info.size)
-            for key, info in saved.items()
-            if key.startswith("model.") and isinstance(info, TensorStorageMetadata)
-        }
-        return Reader(shapes, lambda name: _from_checkpoint(path, name))
+def _reader(world: World, path: Path) -> Reader:
+    """Of a safetensors file or folder, or of a checkpoint, verified by all ranks together."""
+    found: list[Reader] = []
+    if not by_first(world, bool, lambda: _is_checkpoint(path)):
+        jointly(world, type(None), lambda: found.append(_of_files(path)))
+        return found[0]
+    saved = steps.opened(world, path)
+    own = {name.removeprefix("model."): stored for name, stored in saved.manifest.tensors.items()
+           if name.startswith("model.")}  # fmt: skip
+
+    def read(name: str) -> Tensor:
+        shape = own[name].shape
+        value = torch.empty(shape, dtype=DTYPES[own[name].dtype])
+        saved.fill(f"model.{name}", ((0,) * len(shape), shape), value)
+        return value
+
+    return Reader({name: (stored.dtype, stored.shape) for name, stored in own.items()}, read)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether this package wrote it, now or before, or began to."""
+    if path.is_file() or not path.is_dir():
+        return False
+    return bool(steps.committed(path)) or stored.is_own(path)
+
+
+def _of_files(path: Path) -> Reader:
     found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not found:
-        raise CheckpointError("no safetensors file and no checkpoint there", where=str(path))
-    from safetensors import safe_open
-
-    files = [safe_open(str(file), framework="pt") for file in found]
-    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-    return Reader(shapes, lambda name: where[name].get_tensor(name))
-
-
-def _from_checkpoint(path: Path, name: str) -> Tensor | None:
-    info = FileSystemReader(str(path)).read_metadata().state_dict_metadata.get(f"model.{name}")
-    if not isinstance(info, TensorStorageMetadata):
-        return None
-    value = torch.empty(info.size, dtype=info.properties.dtype)
-    dcp_load({f"model.{name}": value}, checkpoint_id=str(path), no_dist=True)
-    return value
+        raise CheckpointError("no safetensors file and no checkpoint there", where=str(path),
+                              fix="give a safetensors file, a folder of them, or the folder that "
+                              "model.save() wrote")  # fmt: skip
+    where: dict[str, TensorFile] = {}
+    for file in (TensorFile(name, follow=True) for name in found):
+        if twice := sorted(where.keys() & file.slots.keys()):
+            raise CheckpointError(f"{twice[0]!a} is in {where[twice[0]].path.name} too",
+                                  where=str(file.path), fix="keep one of them")  # fmt: skip
+        where |= dict.fromkeys(file.slots, file)
+    slots = {name: file.slots[name] for name, file in where.items()}
+    specs = {name: (slot.dtype, slot.shape) for name, slot in slots.items()}
+    return Reader(specs, lambda name: where[name].tensor(name).clone())

@@ -447,17 +447,23 @@ class ParallelModel(nn.Module):
         with self._meeting("load_state_dict"):
             return state.load_full(self, state_dict, strict)
 
-    def save(self, folder: str | os.PathLike[str],
-             optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
-        """Write a checkpoint that any plan can load."""
+    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
+             *, step: int | None = None, keep: int | None = None) -> None:  # fmt: skip
+        """Write a checkpoint that any plan can load; what was there before is replaced at once,
+        when all is on the disk. With `step` into FOLDER/step-N, of which the newest `keep` stay.
+        """
         with self._meeting("save"):
-            checkpoint.save(self, folder, optimizer)
+            checkpoint.save(self, folder, optimizer, step, keep)
 
-    def load(self, folder: str | os.PathLike[str],
-             optimizer: torch.optim.Optimizer | None = None) -> None:  # fmt: skip
-        """Read a checkpoint written under any plan."""
+    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
+             *, strict: bool = True, verify: bool = True) -> int | None:  # fmt: skip
+        """Read a checkpoint written under any plan, of a folder with steps the newest; its step.
+
+        Nothing is changed unless everything fits. `strict=False` takes what the model and the
+        checkpoint both have; `verify=False` leaves out the hashes.
+        """
         with self._meeting("load"):
-            checkpoint.load(self, folder, optimizer)
+            return checkpoint.load(self, folder, optimizer, strict, verify)
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""

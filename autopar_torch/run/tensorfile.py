@@ -1,0 +1,185 @@
+"""One safetensors file: written as it streams, read by rectangles, and never trusted.
+
+The form is a length of 8 bytes, a JSON header that names type, shape and place of every tensor,
+and the bytes of the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, cast
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+Count = Annotated[int, Meta(ge=0, le=2**60)]
+MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FIX = "take another copy of it"
+
+
+class Slot(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where in the file a tensor lies, and what it is."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+Spec = tuple[str, tuple[int, ...]]  # name of the type, shape
+
+
+def dtype_name(tensor: Tensor, name: str) -> str:
+    """How files call the type of a tensor."""
+    if tensor.dtype not in NAMES or tensor.layout != torch.strided:
+        raise CheckpointError(f"{name} is {tensor.dtype}, {tensor.layout}", where="save",
+                              fix="files hold dense tensors of the usual types")  # fmt: skip
+    return NAMES[tensor.dtype]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def durable(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is on the disk when the block ends, or not there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def write(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor]) -> tuple[int, str]:
+    """`tensors` come in the order of `specs`; the size of the file and its sha256."""
+    hashed, size = hashlib.sha256(), 0
+    with durable(path) as file:
+        for chunk in _chunks(specs, tensors):
+            hashed.update(chunk)
+            file.write(chunk)
+            size += len(chunk)
+    return size, hashed.hexdigest()
+
+
+def _chunks(specs: Mapping[str, Spec], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    slots, at = {}, 0
+    for key, (dtype, shape) in specs.items():
+        end = at + math.prod(shape) * DTYPES[dtype].itemsize
+        slots[key], at = Slot(dtype, shape, (at, end)), end
+    header = msgspec.json.encode(slots)
+    header = header.ljust(-(-len(header) // 8) * 8)  # tensors begin at whole words
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            yield cast(Any, flat.view(torch.uint8).numpy()).data
+
+
+def sync_folder(folder: Path) -> None:
+    """Names of files are on the disk too."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """A regular file: no link (unless `follow`), folder, pipe or device."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        file = open(os.open(path, flags), "rb")  # noqa: SIM115
+    except (OSError, ValueError) as error:
+        what = "it is a symbolic link" if path.is_symlink() and not follow else str(error)
+        raise CheckpointError(f"cannot read: {what}", where=str(path), fix=_FIX) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError("cannot read: it is no regular file", where=str(path), fix=_FIX)
+    return file
+
+
+class TensorFile:
+    """An open file whose header has been found to be right."""
+
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
+        self.path = path
+        with open_regular(path, follow=follow) as file:
+            self.num_bytes = os.fstat(file.fileno()).st_size
+            self.begin, self.slots = self._header(file)
+            self._map = mmap.mmap(file.fileno(), self.num_bytes, access=mmap.ACCESS_COPY)
+
+    def _header(self, file: BinaryIO) -> tuple[int, dict[str, Slot]]:
+        length = int.from_bytes(file.read(8), "little")
+        if self.num_bytes < 8 or length > min(MAX_HEADER_BYTES, self.num_bytes - 8):
+            raise self.damaged(f"{self.num_bytes} bytes, and a header of {length}")
+        try:
+            entries = msgspec.json.decode(file.read(length), type=dict[str, Any])
+            entries.pop("__metadata__", None)
+            slots = msgspec.convert(entries, dict[str, Slot])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self.damaged(f"the header: {error}") from error
+        at = 0
+        for name, slot in sorted(slots.items(), key=lambda item: item[1].data_offsets):
+            at = self._checked(name, slot, at)
+        if at != self.num_bytes - 8 - length:
+            raise self.damaged(f"{self.num_bytes - 8 - length} bytes of tensors, not {at}")
+        return 8 + length, slots
+
+    def _checked(self, name: str, slot: Slot, at: int) -> int:
+        """Tensors lie one after the other, each as long as its type and shape say."""
+        begin, end = slot.data_offsets
+        if slot.dtype not in DTYPES:
+            raise self.damaged(f"{_short(name)} is of type {_short(slot.dtype)}")
+        if begin != at or end - begin != math.prod(slot.shape) * DTYPES[slot.dtype].itemsize:
+            raise self.damaged(f"{_short(name)} {slot.dtype} {slot.shape} is at {begin} to {end}, "
+                               f"and what is before it ends at {at}")  # fmt: skip
+        return end
+
+    def damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"damaged: {what}", where=str(self.path), fix=_FIX)
+
+    def tensor(self, key: str) -> Tensor:
+        """A view of the file: what is not looked at is not read."""
+        slot = self.slots[key]
+        dtype, (begin, end) = DTYPES[slot.dtype], slot.data_offsets
+        if begin == end:
+            return torch.empty(slot.shape, dtype=dtype)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin,
+                               offset=self.begin + begin)  # fmt: skip
+        raw = raw.clone() if (self.begin + begin) % dtype.itemsize else raw
+        return raw.view(dtype).view(slot.shape)
+
+
+def sha256(path: Path) -> str:
+    """Of all bytes of a file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+
+
+def _short(name: str) -> str:
+    return ascii(name[:60])
