@@ -260,6 +260,8 @@ def test_only_an_optimizer_that_fits_is_filled_and_nothing_changes_otherwise(
     longer = damage.Small()
     longer.body.append(nn.Linear(2, 2))
     _refused(lambda: ap.parallelize(longer, damage.X).load(tmp_path / "a"), "of the model are not")
+    longer = damage.Small()
+    longer.body.append(nn.Linear(2, 2))
     longer_model = ap.parallelize(longer, damage.X)
     longer_model.save(tmp_path / "longer")
     _refused(lambda: other.load(tmp_path / "longer"), "2 tensors in it are not in the model")
