@@ -65,8 +65,8 @@ class Candidate(NamedTuple):
         return self.pp * self.virtual
 
     def rows(self, num_rows: int) -> int:
-        """Rows of a micro-batch."""
-        return max(1, num_rows // (self.dp * self.micro_batches))
+        """Rows of the largest micro-batch: whoever has it is waited for."""
+        return -(-num_rows // (self.dp * self.micro_batches))
 
     def halved(self, stage: int) -> int:
         """How many backwards of a stage its list has in two parts."""
@@ -119,11 +119,19 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
 def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
            limits: Constraints) -> Iterator[tuple[int, ...]]:  # fmt: skip
     """Micro-batches and schedules of one shape."""
-    counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
-    for count in counts:
+    for count in [1] if coupled else _counts(dp, num_rows):
         if _allows(limits.num_micro_batches, count):
             for schedule, virtual in _schedules(pp, count, num_blocks, limits):
                 yield index, pp, dp, count, SCHEDULES.index(schedule), virtual
+
+
+def _counts(dp: int, num_rows: int) -> list[int]:
+    """Micro-batches per replica. Where rows are left over, the first replica has largest ones only:
+    then what is priced is what it does."""
+    if num_rows % dp == 0:
+        return divisors(num_rows // dp)
+    doubled = [1 << k for k in range((num_rows // dp).bit_length())]
+    return [m for m in doubled if (num_rows % (dp * m) or m) >= m]
 
 
 def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:
