@@ -42,7 +42,7 @@ CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet
 MOST_NAMES = 3  # of what is too uncertain
 
 
-class Known(Struct, frozen=True):
+class Known(Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept between runs: the ways to split, and what was measured of them."""
 
     options: tuple[Option, ...]

@@ -11,13 +11,12 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
+from ..limits import Count
 from ..model import ModelGraph
 from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
-Positive = Annotated[int, Meta(ge=1)]
 
-
-class Option(Struct, frozen=True):
+class Option(Struct, frozen=True, forbid_unknown_fields=True):
     """One way to split the whole chain on a mesh: a sharding per block (None: whole)."""
 
     mesh: tuple[int, ...]
@@ -31,16 +30,18 @@ class Option(Struct, frozen=True):
 class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     """What the user pins or forbids; None leaves it open."""
 
-    tp: Positive | None = None
-    pp: Positive | None = None
-    dp: Positive | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+    dp: Count | None = None
     zero: Literal[0, 1, 2, 3] | None = None
-    num_micro_batches: Positive | None = None
+    num_micro_batches: Count | None = None
     schedule: ScheduleName | None = None
     recompute: bool | None = None
-    max_virtual: int = 2
+    max_virtual: Annotated[int, Meta(ge=1, le=64)] = 2
     precision: Precision = "float32"
-    memory_bytes: Positive | None = None  # per device, instead of what the device has
+    memory_bytes: Annotated[int, Meta(ge=1, le=2**60)] | None = (
+        None  # per device, instead of what the device has
+    )
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
 
