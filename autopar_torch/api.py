@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import files
 from .errors import AutoparError, PlanError, TraceError
 from .guards import Guards
+from .limits import Count, Seconds
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
 from .run import choose, fallback, observe, offline, shardings, survey, tracing, world
@@ -68,7 +69,7 @@ def parallelize(
     device = world.device()
     place = world.World(rank, size)
     limits = _limits(constraints)
-    watched = files.decode(files.encode(guards or {}), Guards, where="guards")
+    watched = files.checked({} if guards is None else guards, Guards, "guards")
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
     if given is not None and rank == 0:
@@ -101,7 +102,7 @@ def plan(
     cluster: offline.Where,
     *,
     global_batch_size: int | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
 ) -> Outcome:
@@ -124,15 +125,16 @@ def case(
     cluster: offline.Where,
     *,
     global_batch_size: int | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
 ) -> Case:
     """What `plan` searches, so that it can be asked why, and what if."""
-    limits = msgspec.structs.replace(_limits(constraints), precision=precision)
-    traced, call = _traced(model, example_inputs, loss_fn, precision)
+    limits = _limits(constraints, precision)
+    asked_rows = _asked_rows(global_batch_size)
+    traced, call = _traced(model, example_inputs, loss_fn, limits.precision)
     limits = _uncoupled(limits, traced, tell=True)
-    num_rows = global_batch_size or call.num_rows
+    num_rows = asked_rows or call.num_rows
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
 
@@ -147,9 +149,9 @@ def simulate(
     loss_fn: LossFn | None = None,
 ) -> Timeline:
     """One step under a plan, on machines that need not be here (as in `plan`)."""
-    given = plan if isinstance(plan, Plan) else load_plan(cast(str, plan))
+    given, asked_rows = _given(plan), _asked_rows(global_batch_size)
     traced, call = _traced(model, example_inputs, loss_fn, given.precision)
-    num_rows = global_batch_size or call.num_rows
+    num_rows = asked_rows or call.num_rows
     whole, profile = offline.profile_for(given, traced, num_rows, cluster)
     return simulated(whole, traced.graph, profile, num_rows)
 
@@ -164,8 +166,10 @@ def measure(
 ) -> survey.Known:
     """What planning for this model needs to know of the machines torchrun started. With more
     `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
+    limits, seconds = _limits(constraints), files.checked(seconds, Seconds,
+                                                          "seconds")  # fmt: skip
     rank, size = world.start()
-    place, limits = world.World(rank, size), _limits(constraints)
+    place = world.World(rank, size)
     call, tensors = take_apart(*_as_call(example_inputs))
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
     traced = tracing.once(own, place)(call, True, ("loss",))
@@ -176,13 +180,18 @@ def measure(
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
             precision: Precision) -> tuple[Traced, Call]:  # fmt: skip
     call, _ = take_apart(*_as_call(example))
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, precision)
     return own(call, True, ("loss",)), call
 
 
 def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
+    if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
         return (), dict(example)
+    if not isinstance(example, (Tensor, Sequence)) or isinstance(example, (str, bytes)):
+        raise PlanError(f"{type(example).__name__} is no batch", where="example_inputs",
+                        fix="give a tensor, a tuple of them, or a dict by name")  # fmt: skip
     return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
@@ -199,8 +208,21 @@ def _read_plan(plan: GivenPlan, size: int, place: world.World, limits: Constrain
     return cast(Plan, chosen)
 
 
-def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
-    return plan if isinstance(plan, Plan) else load_plan(plan)
+def _given(plan: GivenPlan) -> Plan:
+    """A plan, or that of a file, let in by one door."""
+    if isinstance(plan, Plan):
+        return files.checked(plan, Plan, "plan")
+    if not isinstance(plan, (str, os.PathLike)):
+        raise PlanError(f"{type(plan).__name__} is no plan", where="plan",
+                        fix="give a Plan or the path of the file of one")  # fmt: skip
+    return load_plan(plan)
+
+
+def _asked_rows(asked: int | None) -> int | None:
+    """A global batch size within its range; None: that of the example."""
+    if asked is None:
+        return None
+    return files.checked(asked, Count, "global_batch_size")
 
 
 def _unsplit(limits: Constraints) -> Plan:
@@ -225,11 +247,19 @@ def _tell_unused(limits: Constraints, confirm: int, done: Constraints, why: str)
         log.warning("not honoured, as %s: %s", why, ", ".join(names))
 
 
-def _limits(given: Constraints | Mapping[str, Any] | None) -> Constraints:
-    if given is None:
-        return Constraints()
-    asked = given if isinstance(given, Constraints) else dict(given)
-    return files.decode(files.encode(asked), Constraints, where="constraints")
+def _limits(given: Constraints | Mapping[str, Any] | None,
+            precision: Precision | None = None) -> Constraints:  # fmt: skip
+    """What is pinned, in its range; a precision that is asked for beside is the one pinned."""
+    if isinstance(given, Mapping):
+        given = dict(given)
+        if precision is not None and given.setdefault("precision", precision) != precision:
+            raise PlanError(f"{given['precision']!r} is pinned, and {precision!r} asked for",
+                            where="constraints: precision", fix="say one of them")  # fmt: skip
+    limits = Constraints() if given is None else files.checked(given, Constraints, "constraints")
+    if precision is None:
+        return limits
+    return files.checked(msgspec.structs.replace(limits, precision=precision), Constraints,
+                         "precision")  # fmt: skip
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Constraints,

@@ -35,7 +35,8 @@ def encode(value: object) -> bytes:
 def checked(value: object, kind: type[T], where: str) -> T:
     """What was given in Python, let in by the same door as a file."""
     try:
-        return decode(encode(value), kind, where=where)
+        data = json.dumps(msgspec.to_builtins(value), allow_nan=False).encode()
+        return decode(data, kind, where=where)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FileError(f"not a valid {_name(kind)}: {error}", where=where) from error
 
@@ -104,16 +105,21 @@ def save(value: object, path: str | os.PathLike[str]) -> None:
 
 def _refuse_special(target: Path) -> None:
     """A rename replaces whatever is there: only a regular file may be."""
-    if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
+    if os.path.lexists(target) and not is_regular(target):
         raise FileError(
             "cannot write: there is something else than a regular file",
             where=str(target), fix="name a file, not a folder, link or device",
         )  # fmt: skip
 
 
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Whether it is itself a file, no link to one."""
+    return stat.S_ISREG(os.lstat(path).st_mode)
+
+
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     """Read a noun from a file: text of a limited size, without what JSON leaves open."""
-    where, data = ascii(os.fspath(path)).strip("'"), _read(path, _name(kind))
+    where, data = _shown(path), read(path, _name(kind))
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -130,7 +136,11 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     return value
 
 
-def _read(path: str | os.PathLike[str], kind: str) -> bytes:
+def _shown(path: object) -> str:
+    return ascii(str(path)[:200]).strip("'")
+
+
+def read(path: str | os.PathLike[str], kind: str) -> bytes:
     """A regular file and no more of it than the limit; a pipe or a device has no end."""
     limit = LARGEST.get(kind, MAX_BYTES)
     try:
@@ -141,11 +151,11 @@ def _read(path: str | os.PathLike[str], kind: str) -> bytes:
                 raise OSError("it is no regular file")
             data = file.read(limit + 1)
     except (OSError, ValueError, TypeError) as error:
-        raise FileError(f"cannot read: {error}", where=ascii(path).strip("'"),
+        raise FileError(f"cannot read: {error}", where=_shown(path),
                         fix=f"name the JSON file of a {kind}") from error  # fmt: skip
     if len(data) > limit:
         raise FileError(f"{about.st_size} bytes, the limit is {limit}",
-                        where=ascii(path).strip("'"))  # fmt: skip
+                        where=_shown(path))  # fmt: skip
     return data
 
 

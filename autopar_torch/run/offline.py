@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import files
 from ..cluster import Cluster, Device, Link, named
-from ..errors import ProfileError
+from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
 from ..search.space import Constraints, candidates
@@ -18,7 +18,7 @@ from ..simulate.needs import cells_of
 from ..trace import Traced
 from . import options as ways
 from .shardings import complete
-from .survey import MOST_TP, Known, digest
+from .survey import MOST_TP, Known, digest, tell_stale
 
 Where = Cluster | Known | str | os.PathLike[str]
 MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines
@@ -29,10 +29,13 @@ HALF = 0.5  # bytes of a bfloat16 leaf per byte of its float32 master
 def place_of(where: Where) -> Cluster | Known:
     """Machines as they are, by name (`16x8xH100`), or from a file: described, or measured."""
     if isinstance(where, (Cluster, Known)):
-        return where
+        return files.checked(where, type(where), "cluster")
+    if not isinstance(where, (str, os.PathLike)):
+        raise PlanError(f"{type(where).__name__} is no cluster", where="cluster",
+                        fix="give a Cluster, a name like 16x8xH100, or a JSON file")  # fmt: skip
     path = Path(where)
     if path.suffix == ".json":
-        measured = path.exists() and b'"options"' in path.read_bytes()
+        measured = b'"options"' in files.read(path, "Cluster")
         return files.load(path, Known) if measured else files.load(path, Cluster)
     return named(str(where))
 
@@ -52,6 +55,7 @@ def _of_this(known: Known, traced: Traced) -> Known:
             "another model was measured, or this one in another precision", where="cluster",
             fix="measure this one (autopar measure, with the same --precision)",
         )  # fmt: skip
+    tell_stale(known)
     return known
 
 
