@@ -17,7 +17,7 @@ from .guards import Guards
 from .limits import Count, Seconds
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
-from .run import choose, fallback, observe, offline, shardings, survey, tracing, world
+from .run import choose, fallback, observe, offline, shardings, survey, tracing, verify, world
 from .run.confirm import confirmed
 from .run.materialize import full_values
 from .run.model import ParallelModel
@@ -82,7 +82,7 @@ def parallelize(
         if given is None:
             _find(parallel, call, tensors, limits, confirm, loss_fn, source)
         else:
-            _adopt(parallel, call, given, loss_fn, source)
+            _adopt(parallel, call, tensors, given, loss_fn, source)
 
     parallel = ParallelModel(model, place, device, prepare, outputs, watched)
     own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
@@ -285,13 +285,14 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
         found = confirmed(parallel, found, confirm, traced, call, tensors)
     parallel.found = found
     parallel.adopt(found.plan, traced, call, source())
+    verify.probe(parallel, call, tensors)  # what caches say may be of any age
     if place.rank == 0:
         log.info("%s", summary(found))
         _tell(found.plan, traced)
 
 
-def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | None,
-           source: Source) -> None:  # fmt: skip
+def _adopt(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan,
+           loss_fn: LossFn | None, source: Source) -> None:  # fmt: skip
     """Trace, fit the plan, agree on it, and hand out the parameters."""
     place, traced = parallel.world, None
     error: AutoparError | None = None
@@ -302,6 +303,7 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
         _check_rows(plan, traced)
         rows = max(1, call.num_rows // plan.num_micro_batches)
         plan = shardings.complete(plan, traced, rows)
+        verify.check(plan, traced)
     except TraceError as found:
         if _is_pure_data(given):
             fallback.adopt(parallel, given, found, loss_fn, source())
@@ -313,6 +315,8 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
     place.together(error)
     plan = files.decode(place.agree(files.encode(plan)), Plan)
     parallel.adopt(plan, cast(Traced, traced), call, source())
+    if given.shardings:
+        verify.probe(parallel, call, tensors)
     if place.rank == 0:
         _tell(plan, cast(Traced, traced))
 

@@ -26,14 +26,17 @@ from .errors import (
     PlanError,
     ProfileError,
     RunError,
+    ScheduleError,
     SearchError,
+    ShardingError,
     TraceError,
 )
 from .profile import QUICK_S
 
 # Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
-    SearchError: 3, FileError: 4, PlanError: 4, TraceError: 4, ProfileError: 5, RunError: 6,
+    SearchError: 3, FileError: 4, PlanError: 4, ShardingError: 4, ScheduleError: 4, TraceError: 4,
+    ProfileError: 5, RunError: 6,
 }  # fmt: skip
 MOST_BYTES = 2**60
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

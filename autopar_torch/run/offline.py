@@ -16,7 +16,7 @@ from ..shard.estimate import estimate
 from ..shard.price import Prices
 from ..simulate.needs import cells_of
 from ..trace import Traced
-from . import options as ways
+from . import options as ways, verify
 from .shardings import complete
 from .survey import MOST_TP, Known, digest, tell_stale
 
@@ -67,11 +67,14 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     whole = fit(plan, traced.graph)
     rows = max(1, num_rows // whole.num_micro_batches)
     if isinstance(place, Known):
-        return complete(whole, traced, rows), _of_this(place, traced).profile
+        whole = complete(whole, traced, rows)
+        verify.check(whole, traced)
+        return whole, _of_this(place, traced).profile
     device = slowest(place)
     meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
     whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
+    verify.check(whole, traced)
     needs = dict.fromkeys(cells_of(whole, traced.graph, num_rows))
     cells = [_cell(need, traced, device, prices) for need in needs]
     return whole, Profile(place, merged(cells), overheads=overheads(device, plan.precision),
