@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import autopar_torch as ap
+import oracle
 import zoo
 from autopar_torch import files
 from autopar_torch.errors import AutoparError
@@ -31,7 +32,7 @@ from autopar_torch.shard.square import all_strategies
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
 
-NAMES = ("nanogpt", "mlp", "resnet")
+NAMES = ("nanogpt", "mlp", "unet")
 DEGREES: tuple[dict[str, Any], ...] = (
     {"tp": 2}, {"tp": 2, "virtual": 2}, {"tp": 2, "num_micro_batches": 2},
 )  # fmt: skip
@@ -77,8 +78,7 @@ def losses(model: Any, name: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for _ in range(2):
-        output = model(**zoo.batch(name, ROWS))
-        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss = oracle.loss_of(model(**zoo.batch(name, ROWS)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -57,7 +57,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True):
 def made_with() -> dict[str, str]:
     """What times depend on beside the machines, and since when they are known."""
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "day": day}
+    return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "day": day}
 
 
 def tell_stale(known: Known) -> None:
