@@ -38,7 +38,7 @@ EXIT_CODES: dict[type[AutoparError], int] = {
     SearchError: 3, FileError: 4, PlanError: 4, ShardingError: 4, ScheduleError: 4, TraceError: 4,
     ProfileError: 5, RunError: 6,
 }  # fmt: skip
-MOST_BYTES = 2**60
+MOST_BYTES = 2**50
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 MODEL = "module:function or file.py:function; it is run, and returns (model, inputs)"
 

@@ -15,7 +15,20 @@ from msgspec import Meta, Struct, structs
 
 from . import files
 from .errors import PlanError
-from .limits import Amount, Bytes, Factor, Name, Rank, Rate, Seconds, Share, increase, refuse
+from .limits import (
+    Amount,
+    ByteRate,
+    Bytes,
+    Factor,
+    Latency,
+    Name,
+    Rank,
+    Rate,
+    Seconds,
+    Share,
+    increase,
+    refuse,
+)
 
 
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,8 +37,8 @@ class Link(Struct, frozen=True, forbid_unknown_fields=True):
     `scatter`: how much slower a reduce-scatter is than an all-gather (Gloo sums on the CPU).
     """
 
-    latency_s: Seconds
-    bytes_per_s: Rate
+    latency_s: Latency
+    bytes_per_s: ByteRate
     scatter: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.0
 
 
@@ -34,14 +47,14 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Name
     flops_per_s: Rate
-    memory_bytes_per_s: Rate
-    memory_bytes: Annotated[int, Meta(ge=1, le=2**60)]
+    memory_bytes_per_s: ByteRate
+    memory_bytes: Annotated[int, Meta(ge=1, le=2**50)]
     source: Name = "datasheet"
     efficiency: tuple[
         tuple[Amount, Share], ...
     ] = ()  # (FLOPs of a matmul, part of the peak reached)
     memory_efficiency: Share = 1.0
-    launch_s: Seconds = 0.0  # least time of an operator
+    launch_s: Latency = 0.0  # least time of an operator
     fixed_bytes: Bytes = 0  # taken before the first tensor
     peaks: tuple[tuple[Name, Rate], ...] = ()  # (precision, FLOP/s) where one has its own
 

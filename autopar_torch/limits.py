@@ -12,14 +12,16 @@ from msgspec import Meta
 
 from .errors import NounError
 
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+Latency = Annotated[float, Meta(ge=0.0, le=10.0)]
 Delta = Annotated[float, Meta(ge=-1e9, le=1e9)]  # seconds more or less than something else
-Rate = Annotated[float, Meta(ge=1e-3, le=1e24)]  # bytes or FLOPs per second
-Share = Annotated[float, Meta(gt=0.0, le=2.0)]  # a part of a peak; what was fitted may be above 1
+Rate = Annotated[float, Meta(ge=1.0, le=1e19)]  # FLOPs per second
+ByteRate = Annotated[float, Meta(ge=1.0, le=1e15)]  # bytes per second
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]  # a part of a peak
 Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
-Bytes = Annotated[int, Meta(ge=0, le=2**60)]
-Amount = Annotated[float, Meta(ge=0.0, le=1e21)]  # bytes or FLOPs that may be a mean
-Signed = Annotated[float, Meta(ge=-1e21, le=1e21)]  # bytes more or less than something else
+Bytes = Annotated[int, Meta(ge=0, le=2**50)]
+Amount = Annotated[float, Meta(ge=0.0, le=1e18)]  # bytes or FLOPs that may be a mean
+Signed = Annotated[float, Meta(ge=-1e18, le=1e18)]  # bytes more or less than something else
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Index = Annotated[int, Meta(ge=0, le=2**31)]
 Rank = Annotated[int, Meta(ge=0, le=2**20)]

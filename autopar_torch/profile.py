@@ -71,6 +71,11 @@ class Cell(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         rows = [piece.rows for piece in self.pieces]
         refuse(not increase(list(map(float, rows))), f"pieces of {rows} rows, which must increase")
+        for piece in self.pieces:
+            refuse(
+                piece.added_s < -piece.backward_s,
+                f"added_s {piece.added_s} undoes more than the backward_s {piece.backward_s}",
+            )
 
     def at(self, rows: int) -> Piece:
         """The piece for so many rows: measured, else on the line through its neighbours."""

@@ -109,8 +109,8 @@ class Desk:
         self.traced = own(call, True, ("loss",))
         limits = Constraints(tp=2)
         assumed = offline.known_of(self.traced, ROWS, self.cluster, limits)
-        self.known = survey.Known(assumed.options, assumed.profile, survey.digest(self.traced.graph),
-                                  survey.made_with())  # fmt: skip
+        self.known = survey.Known(assumed.options, assumed.profile,
+                                  survey.digest(self.traced.graph), survey.made_with())  # fmt: skip
         best = api.plan(model, inputs, self.cluster, global_batch_size=ROWS, constraints=limits)
         self.plan = best.plan
 
@@ -135,8 +135,9 @@ class Desk:
 
 
 ODD: tuple[Any, ...] = (
-    -1, 0, -0.5, 0.5, 1e-300, 1e300, 1e308, 2**31, 2**63, 2**64, 10**30, 10**400, True, None, "", "1",
-    "NaN", [], {}, [1], "x" * 5000, "\u001b[31mred", "\u202eback", math.nan, math.inf, -math.inf,
+    -1, 0, -0.5, 0.5, 1e-300, 1e300, 1e308, 2**31, 2**63, 2**64, 10**30, 10**400, True, None, "",
+    "1", "NaN", [], {}, [1], "x" * 5000, "\u001b[31mred", "\u202eback", math.nan,
+    math.inf, -math.inf,
 )  # fmt: skip
 
 
@@ -275,13 +276,15 @@ def _verdict(case: Case, path: Path, data: bytes) -> str:
 # --- command lines --------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # option: (right, wrong)
-    "--global-batch-size": (("64", "8"), ("0", "-5", "x", "1e3", "", "64.0", "9" * 30, "nan", "\u0663")),
+    "--global-batch-size": (("64", "8"),
+                            ("0", "-5", "x", "1e3", "", "64.0", "9" * 30, "nan", "\u0663")),
     "--precision": (("float32", "bfloat16"), ("int4", "", "FLOAT32")),
     "--memory": (("1GiB", "900MB"), ("1e99GiB", "-1GiB", "0", "1.2.3GiB", "x", "9" * 400, "nanGiB",
                                      "999999999999999999GiB", "GiB")),
     "--pin": (("tp=2", "zero=0", "schedule=1f1b", "recompute=false"),
-              ("tp=NaN", "precision=int4", "nonsense=1", "tp", "tp=", "tp=0", "tp=-2", "tp=2.5", "=2",
-               "tp=null", "tp=true", "zero=4", "memory_bytes=0", "tp=" + "[" * 9999, "schedule=x",
+              ("tp=NaN", "precision=int4", "nonsense=1", "tp", "tp=", "tp=0", "tp=-2", "tp=2.5",
+               "=2", "tp=null", "tp=true", "zero=4", "memory_bytes=0", "tp=" + "[" * 9999,
+               "schedule=x",
                "tp=1e400", "max_virtual=0", "max_virtual=99999999", "tp=\"2\"", "rings=maybe",
                "memory_bytes=Infinity", "recompute=1", "tp=" + "9" * 40)),
     "--top": (("1", "3"), ("0", "-1", "x", "1e9", "")),

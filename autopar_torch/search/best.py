@@ -7,14 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ..errors import SearchError
-from ..limits import Amount, Seconds
+from ..limits import Amount, Index, Seconds
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
@@ -59,11 +59,13 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
 
     best: Choice
     runners_up: tuple[Choice, ...]
-    considered: int
-    discarded: dict[str, int]  # rule -> candidates
-    priced: int  # candidates with borders
-    gap: float  # 0: proven; else how much faster some plan not looked at could be
-    seconds: float
+    considered: Index
+    discarded: dict[str, Index]  # rule -> candidates
+    priced: Index  # candidates with borders
+    gap: Annotated[
+        float, Meta(ge=0.0, le=1.0)
+    ]  # 0: proven; else how much faster some plan not looked at could be
+    seconds: Seconds
 
     @property
     def how_exact(self) -> str:
@@ -108,7 +110,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: Amount
     result: Result
     others: tuple[Choice, ...] = ()
-    measured: tuple[float, ...] = ()  # seconds of real steps of the first plans, where confirmed
+    measured: tuple[Seconds, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
 class _Cuts(NamedTuple):

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..limits import Count
+from ..limits import Count, Rank, refuse
 from ..model import ModelGraph
 from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Sharding, Stage
 
@@ -19,8 +19,12 @@ from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Shardin
 class Option(Struct, frozen=True, forbid_unknown_fields=True):
     """One way to split the whole chain on a mesh: a sharding per block (None: whole)."""
 
-    mesh: tuple[int, ...]
+    mesh: tuple[Rank, ...]
     shardings: tuple[Sharding | None, ...]
+
+    def __post_init__(self) -> None:
+        own = {sharding.mesh for sharding in self.shardings if sharding is not None}
+        refuse(not own <= {self.mesh}, f"shardings on {sorted(own)} for a mesh of {self.mesh}")
 
     @property
     def degree(self) -> int:
@@ -39,7 +43,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: bool | None = None
     max_virtual: Annotated[int, Meta(ge=1, le=64)] = 2
     precision: Precision = "float32"
-    memory_bytes: Annotated[int, Meta(ge=1, le=2**60)] | None = (
+    memory_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = (
         None  # per device, instead of what the device has
     )
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
