@@ -17,6 +17,7 @@ from .errors import PlanError
 from .limits import Bytes, Count, Delta, Index, Name, Rank
 from .model import ModelGraph
 
+MOST_MICRO_BATCHES = 2**16  # each is an entry of an action list
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Precision = Literal["float32", "bfloat16"]
 
@@ -63,7 +64,7 @@ class Replica(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """One copy of the model: its stages in order, and how many micro-batches it takes."""
 
     stages: Annotated[tuple[Stage, ...], Meta(min_length=1)]
-    num_micro_batches: Count = 1
+    num_micro_batches: Annotated[int, Meta(ge=1, le=MOST_MICRO_BATCHES)] = 1
 
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:

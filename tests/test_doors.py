@@ -129,6 +129,12 @@ def test_only_files_are_read_and_written_over(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "pipe.json", "plan.json"]
 
 
+def test_a_count_that_no_memory_holds_is_refused(tmp_path: Path) -> None:
+    text = files.encode(Plan.uniform(num_micro_batches=7)).decode()
+    huge = text.replace('"num_micro_batches":7', '"num_micro_batches":2147483648')
+    assert "<= 65536" in refused(tmp_path / "plan.json", Plan, huge)
+
+
 # --- nouns ----------------------------------------------------------------------------------------
 
 

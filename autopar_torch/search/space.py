@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..limits import Count, Rank, refuse
 from ..model import ModelGraph
-from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Sharding, Stage
+from ..plan import (
+    BUCKET_BYTES,
+    MOST_MICRO_BATCHES,
+    Plan,
+    Precision,
+    Replica,
+    ScheduleName,
+    Sharding,
+    Stage,
+)
 
 
 class Option(Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,8 +143,8 @@ def _counts(dp: int, num_rows: int) -> list[int]:
     """Micro-batches per replica. Where rows are left over, the first replica has largest ones only:
     then what is priced is what it does."""
     if num_rows % dp == 0:
-        return divisors(num_rows // dp)
-    doubled = [1 << k for k in range((num_rows // dp).bit_length())]
+        return [m for m in divisors(num_rows // dp) if m <= MOST_MICRO_BATCHES]
+    doubled = [1 << k for k in range(min(num_rows // dp, MOST_MICRO_BATCHES).bit_length())]
     return [m for m in doubled if (num_rows % (dp * m) or m) >= m]
 
 
