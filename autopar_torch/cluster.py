@@ -92,6 +92,9 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
         return points[-1][1]
 
 
+SLOWEST = 1e-6  # of a speed that is left
+
+
 class Change(Struct, frozen=True, forbid_unknown_fields=True):
     """From `at_s` on, what `name` denotes runs at `factor` of its speed (0: gone): `core 3`, the
     core of a rank as `Cluster.core` numbers it, or `link 0`, what joins a node to the others."""
@@ -99,6 +102,10 @@ class Change(Struct, frozen=True, forbid_unknown_fields=True):
     at_s: Seconds
     name: Annotated[str, Meta(pattern=r"^(core|link) (0|[1-9][0-9]{0,8})$")]
     factor: Factor
+
+    def __post_init__(self) -> None:
+        refuse(0 < self.factor < SLOWEST, f"factor {self.factor} of a change, the least is "
+               f"{SLOWEST}", "0 says that it is gone")  # fmt: skip
 
 
 Node = Annotated[tuple[Device, ...], Meta(min_length=1)]

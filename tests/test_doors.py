@@ -147,6 +147,7 @@ def test_nouns_that_contradict_themselves_are_not_made() -> None:
         lambda: Cluster(two, link, link, (Change(0.0, "link 1", 0.5),)),
         lambda: Cluster(two, link, link, (Change(0.0, "core 2", 0.5),)),
         lambda: Cluster(two, link, link, (Change(0.0, "network", 0.5),)),
+        lambda: Change(0.0, "link 0", 1e-300),
         lambda: Device("d", 1e12, 1e11, 2**30, efficiency=((2.0, 0.5), (1.0, 0.5))),
         lambda: Cell("k", "", (Piece(2, 1.0, 1.0), Piece(1, 1.0, 1.0))),
         lambda: Cell("k", "", (Piece(2, 1.0, 1.0, added_s=-2.0),)),
