@@ -396,6 +396,7 @@ def run(files_count: int, commands: int, seed: int) -> list[str]:
         shown = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))
         print(f"{count} {name}: {shown}; {time.perf_counter() - start:.0f} s")
         bad += told
+    logging.disable(logging.NOTSET)
     return bad
 
 

@@ -25,8 +25,9 @@ import autopar_torch as ap
 import oracle
 import zoo
 from autopar_torch import files
-from autopar_torch.errors import AutoparError
+from autopar_torch.errors import AutoparError, ShardingError
 from autopar_torch.run import tracing, world
+from autopar_torch.shard.lower import Lowering
 from autopar_torch.shard.solve import combine
 from autopar_torch.shard.square import all_strategies
 from autopar_torch.trace.call import take_apart
@@ -211,6 +212,22 @@ def tried(seed: int, folder: Path) -> tuple[str, str]:
     return ("right" if off <= 1e-5 else "wrong"), f"{about}: {off:.1e}"
 
 
+def wrong_programs() -> str:
+    """What is said where lowering adds a bias on every rank instead of once."""
+    plan = ap.parallelize(
+        zoo.build("gpt2"), zoo.batch("gpt2", ROWS), plan=ap.Plan.uniform(tp=2)
+    ).plan
+    kept = Lowering._summed
+    Lowering._summed = lambda self, choice: 1  # type: ignore[method-assign]
+    try:
+        ap.parallelize(zoo.build("gpt2"), zoo.batch("gpt2", ROWS), plan=plan)
+    except ShardingError as error:
+        return error.what
+    finally:
+        Lowering._summed = kept  # type: ignore[method-assign]
+    return ""
+
+
 def try_edits(seeds: list[int]) -> dict[str, Any]:
     """On every rank: counts, and what is not as it should be."""
     world.start()
@@ -225,7 +242,8 @@ def try_edits(seeds: list[int]) -> dict[str, Any]:
             slowest = max(slowest, time.perf_counter() - start)
             counts[verdict] += 1
             bad += [about] if verdict in ("raw", "wrong") else []
-    return {"counts": dict(counts), "bad": bad, "slowest_s": round(slowest, 1)}
+    return {"counts": dict(counts), "bad": bad, "slowest_s": round(slowest, 1),
+            "caught": wrong_programs()}  # fmt: skip
 
 
 if __name__ == "__main__":
