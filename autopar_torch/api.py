@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import files
 from .errors import AutoparError, PlanError, TraceError
 from .guards import Guards
+from .limits import Count, Seconds
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
 from .run import (
@@ -26,6 +27,7 @@ from .run import (
     shardings,
     survey,
     tracing,
+    verify,
     world,
 )
 from .run.confirm import confirmed
@@ -75,7 +77,7 @@ def parallelize(
     """
     rank, size = world.start()
     device = world.device()
-    watched = files.decode(files.encode(guards or {}), Guards, where="guards")
+    watched = files.checked({} if guards is None else guards, Guards, "guards")
     place = world.World(rank, size, watched.timeout_s)
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
@@ -99,7 +101,7 @@ def parallelize(
             if given is None:
                 _find(parallel, call, tensors, limits, confirm, loss_fn, source)
             else:
-                _adopt(parallel, call, given, loss_fn, source)
+                _adopt(parallel, call, tensors, given, loss_fn, source)
 
     parallel = ParallelModel(model, place, device, prepare, outputs, watched)
     own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
@@ -120,7 +122,7 @@ def plan(
     cluster: offline.Where,
     *,
     global_batch_size: int | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
 ) -> Outcome:
@@ -143,15 +145,16 @@ def case(
     cluster: offline.Where,
     *,
     global_batch_size: int | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
 ) -> Case:
     """What `plan` searches, so that it can be asked why, and what if."""
-    limits = msgspec.structs.replace(_limits(constraints), precision=precision)
-    traced, call = _traced(model, example_inputs, loss_fn, precision)
+    limits = _limits(constraints, precision)
+    asked_rows = _asked_rows(global_batch_size)
+    traced, call = _traced(model, example_inputs, loss_fn, limits.precision)
     limits = _uncoupled(limits, traced, tell=True)
-    num_rows = global_batch_size or call.num_rows
+    num_rows = asked_rows or call.num_rows
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
 
@@ -166,9 +169,9 @@ def simulate(
     loss_fn: LossFn | None = None,
 ) -> Timeline:
     """One step under a plan, on machines that need not be here (as in `plan`)."""
-    given = plan if isinstance(plan, Plan) else load_plan(cast(str, plan))
+    given, asked_rows = _given(plan), _asked_rows(global_batch_size)
     traced, call = _traced(model, example_inputs, loss_fn, given.precision)
-    num_rows = global_batch_size or call.num_rows
+    num_rows = asked_rows or call.num_rows
     whole, profile = offline.profile_for(given, traced, num_rows, cluster)
     return simulated(whole, traced.graph, profile, num_rows)
 
@@ -183,8 +186,10 @@ def measure(
 ) -> survey.Known:
     """What planning for this model needs to know of the machines torchrun started. With more
     `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
+    limits, seconds = _limits(constraints), files.checked(seconds, Seconds,
+                                                          "seconds")  # fmt: skip
     rank, size = world.start()
-    place, limits = world.World(rank, size), _limits(constraints)
+    place = world.World(rank, size)
     call, tensors = take_apart(*_as_call(example_inputs))
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
     traced = tracing.once(own, place)(call, True, ("loss",))
@@ -197,13 +202,18 @@ def measure(
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
             precision: Precision) -> tuple[Traced, Call]:  # fmt: skip
     call, _ = take_apart(*_as_call(example))
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, precision)
     return own(call, True, ("loss",)), call
 
 
 def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
+    if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
         return (), dict(example)
+    if not isinstance(example, (Tensor, Sequence)) or isinstance(example, (str, bytes)):
+        raise PlanError(f"{type(example).__name__} is no batch", where="example_inputs",
+                        fix="give a tensor, a tuple of them, or a dict by name")  # fmt: skip
     return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
@@ -220,8 +230,21 @@ def _read_plan(plan: GivenPlan, size: int, place: world.World, limits: Constrain
     return cast(Plan, chosen)
 
 
-def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
-    return plan if isinstance(plan, Plan) else load_plan(plan)
+def _given(plan: GivenPlan) -> Plan:
+    """A plan, or that of a file, let in by one door."""
+    if isinstance(plan, Plan):
+        return files.checked(plan, Plan, "plan")
+    if not isinstance(plan, (str, os.PathLike)):
+        raise PlanError(f"{type(plan).__name__} is no plan", where="plan",
+                        fix="give a Plan or the path of the file of one")  # fmt: skip
+    return load_plan(plan)
+
+
+def _asked_rows(asked: int | None) -> int | None:
+    """A global batch size within its range; None: that of the example."""
+    if asked is None:
+        return None
+    return files.checked(asked, Count, "global_batch_size")
 
 
 def _unsplit(limits: Constraints) -> Plan:
@@ -247,11 +270,19 @@ def _tell_unused(limits: Constraints, confirm: int, done: Constraints, why: str)
         log.warning("not honoured, as %s: %s", why, ", ".join(names))
 
 
-def _limits(given: Constraints | Mapping[str, Any] | None) -> Constraints:
-    if given is None:
-        return Constraints()
-    asked = given if isinstance(given, Constraints) else dict(given)
-    return files.decode(files.encode(asked), Constraints, where="constraints")
+def _limits(given: Constraints | Mapping[str, Any] | None,
+            precision: Precision | None = None) -> Constraints:  # fmt: skip
+    """What is pinned, in its range; a precision that is asked for beside is the one pinned."""
+    if isinstance(given, Mapping):
+        given = dict(given)
+        if precision is not None and given.setdefault("precision", precision) != precision:
+            raise PlanError(f"{given['precision']!r} is pinned, and {precision!r} asked for",
+                            where="constraints: precision", fix="say one of them")  # fmt: skip
+    limits = Constraints() if given is None else files.checked(given, Constraints, "constraints")
+    if precision is None:
+        return limits
+    return files.checked(msgspec.structs.replace(limits, precision=precision), Constraints,
+                         "precision")  # fmt: skip
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Constraints,
@@ -277,13 +308,14 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
         found = confirmed(parallel, found, confirm, traced, call, tensors)
     parallel.found = found
     parallel.adopt(found.plan, traced, call, source())
+    verify.probe(parallel, call, tensors)  # what caches say may be of any age
     if place.rank == 0:
         log.info("%s", summary(found))
         _tell(found.plan, traced)
 
 
-def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | None,
-           source: Source) -> None:  # fmt: skip
+def _adopt(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan,
+           loss_fn: LossFn | None, source: Source) -> None:  # fmt: skip
     """Trace, fit the plan, agree on it, and hand out the parameters."""
     place, traced = parallel.world, None
     error: AutoparError | None = None
@@ -294,6 +326,7 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
         _check_rows(plan, traced)
         rows = max(1, call.num_rows // plan.num_micro_batches)
         plan = shardings.complete(plan, traced, rows)
+        verify.check(plan, traced)
     except TraceError as found:
         if _is_pure_data(given):
             fallback.adopt(parallel, given, found, loss_fn, source())
@@ -305,6 +338,8 @@ def _adopt(parallel: ParallelModel, call: Call, given: Plan, loss_fn: LossFn | N
     place.together(error)
     plan = files.decode(place.agree(files.encode(plan)), Plan)
     parallel.adopt(plan, cast(Traced, traced), call, source())
+    if given.shardings:
+        verify.probe(parallel, call, tensors)
     if place.rank == 0:
         _tell(plan, cast(Traced, traced))
 

@@ -11,10 +11,13 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from . import files
 from .errors import (
@@ -24,18 +27,22 @@ from .errors import (
     PlanError,
     ProfileError,
     RunError,
+    ScheduleError,
     SearchError,
+    ShardingError,
     TraceError,
 )
 from .profile import QUICK_S
 
 # Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
-    SearchError: 3, FileError: 4, PlanError: 4, TraceError: 4, CheckpointError: 4,
+    SearchError: 3, FileError: 4, PlanError: 4, ShardingError: 4, ScheduleError: 4, TraceError: 4,
+    CheckpointError: 4,
     ProfileError: 5, RunError: 6,
 }  # fmt: skip
+MOST_BYTES = 2**50
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-MODEL = "module:function or file.py:function that returns (model, inputs); its code is run"
+MODEL = "module:function or file.py:function; it is run, and returns (model, inputs)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.rest = [*unknown, *options.rest]
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[autopar] %(message)s")
     try:
+        _refuse_out(options)
         command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
     except AutoparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(_plain(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
     except KeyboardInterrupt:
         return 130
@@ -65,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("autopar", description="Plan and run parallel training.")
     verbs = parser.add_subparsers(required=True, metavar="command")
     plan = _verb(verbs, "plan", _plan, "find the fastest plan that fits", "--cluster")
-    plan.add_argument("--top", type=int, default=5, help="plans that are shown (5)")
+    plan.add_argument("--top", type=_count, default=5, help="plans that are shown (5)")
     plan.add_argument("--out", help="file for the plan")
     explain = _verb(verbs, "explain", _explain, "say why a plan is the fastest", "--cluster")
     explain.add_argument("--plan", help="a plan to lay beside the best")
@@ -73,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     simulated.add_argument("--out", help="file for the timeline")
     measured = _verb(verbs, "measure", _measure, "measure what planning needs, under torchrun")
     measured.add_argument("--out", required=True, help="file for what was measured")
-    measured.add_argument("--seconds", type=float, default=QUICK_S,
+    measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
                           help=f"time to spend after a first look ({QUICK_S:.0f})")  # fmt: skip
     about = ("write a checkpoint of the old form in the new one; runs what the old files hold, so "
              "only for files that you trust")  # fmt: skip
@@ -99,8 +107,8 @@ def _verb(verbs: Any, name: str, command: Callable[[argparse.Namespace], int], a
     if cluster:
         verb.add_argument(cluster, required=True, help="16x8xH100, or a JSON file of a cluster or "
                           "of what was measured")  # fmt: skip
-    verb.add_argument("--global-batch-size", type=int, help="rows of a step (those of inputs)")
-    verb.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    verb.add_argument("--global-batch-size", type=_count, help="rows of a step (those of inputs)")
+    verb.add_argument("--precision", choices=["float32", "bfloat16"], help="(float32)")
     verb.add_argument("--pin", action="append", default=[], metavar="tp=2", help="a constraint")
     verb.add_argument("--memory", default="", help="bytes per device to plan with, like 70GiB")
     verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -144,6 +152,9 @@ def _explain(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from . import api
 
+    if options.pin or options.memory or options.precision:
+        raise PlanError("a plan says all of that itself", where="--pin, --memory, --precision",
+                        fix="leave them out, or edit the plan")  # fmt: skip
     timeline = api.simulate(options.plan, *_model(options), options.cluster,
                             global_batch_size=options.global_batch_size)  # fmt: skip
     _save(timeline, options)
@@ -201,34 +212,61 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
     pins: dict[str, Any] = {}
     for pin in options.pin:
         name, _, value = pin.partition("=")
-        try:
-            pins[name.replace("-", "_")] = json.loads(value)
-        except json.JSONDecodeError:
-            pins[name.replace("-", "_")] = value
+        name = name.replace("-", "_")
+        if not value or value == "null" or name in pins:
+            raise PlanError(f"--pin {pin}: it says nothing, or {name} is pinned already",
+                            where="--pin", fix="write --pin tp=2, each name once")  # fmt: skip
+        pins[name] = _value(value)
     if options.memory:
         pins["memory_bytes"] = _bytes(options.memory)
     return {"global_batch_size": options.global_batch_size, "precision": options.precision,
-            "constraints": {**pins, "precision": options.precision}}  # fmt: skip
+            "constraints": pins}  # fmt: skip
+
+
+def _value(text: str) -> Any:
+    """A number, or what it says; never what JSON does not know, like NaN."""
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _count(text: str) -> int:
+    """For argparse, which names the option."""
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!a} is no number from 1 to 999999999")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{0,9})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!a} is no number of seconds from 0 to 999999")
+    return float(text)
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+) *([kmg]?i?b?)", text.lower())
-    if not match or match[2] not in SIZES:
-        raise PlanError(f"{text!r} is no size", where="--memory", fix="write 70GiB or 70GB")
-    return int(float(match[1]) * SIZES[match[2]])
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) *([kmg]?i?b?)", text.lower(), re.ASCII)
+    size = int(float(match[1]) * SIZES.get(match[2], 0)) if match else 0
+    if not 0 < size <= MOST_BYTES:
+        raise PlanError(f"{text[:80]!a} is no size up to {MOST_BYTES} bytes", where="--memory",
+                        fix="write 70GiB or 70GB")  # fmt: skip
+    return size
 
 
 def _model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and its inputs."""
+    """The model and its inputs, from code that is run."""
     place, _, name = options.model.rpartition(":")
     if not place:
         raise PlanError(f"{options.model!r} names no function", where="MODEL", fix=MODEL)
     try:
-        made = getattr(_module(place), name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise FileError(f"{options.model}: {error}", where="MODEL", fix=MODEL) from error
-    model, inputs = made()
-    return model, inputs
+        made = getattr(_module(place), name)()
+    except (Exception, SystemExit) as error:  # whatever the code does
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise FileError(f"{options.model}: {type(error).__name__}: {error}",
+                        where=f"{last.filename}:{last.lineno}", fix=MODEL) from error  # fmt: skip
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise FileError(f"{options.model} returned {type(made).__name__}", where="MODEL", fix=MODEL)
+    return made[0], made[1]
 
 
 def _module(place: str) -> ModuleType:
@@ -244,9 +282,15 @@ def _module(place: str) -> ModuleType:
     return module
 
 
+def _refuse_out(options: argparse.Namespace) -> None:
+    """Before any work: a file that is there stays, and nothing else is written over at all."""
+    out = getattr(options, "out", None)
+    if out and os.path.lexists(out) and not (options.force and files.is_regular(out)):
+        fix = "add --force" if files.is_regular(out) else "name a file"
+        raise FileError(f"{out} is there already", where="--out", fix=fix)
+
+
 def _save(value: Any, options: argparse.Namespace) -> None:
-    if options.out and Path(options.out).exists() and not options.force:
-        raise FileError(f"{options.out} is there already", where="--out", fix="add --force")
     if options.out:
         files.save(value, options.out)
 
@@ -257,5 +301,10 @@ def _show(value: Any) -> int:
 
 
 def _lines(rows: Sequence[str]) -> int:
-    print("\n".join(rows))
+    print(_plain("\n".join(rows)))
     return 0
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey, whoever wrote it."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

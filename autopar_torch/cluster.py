@@ -9,39 +9,63 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from . import files
 from .errors import PlanError
+from .limits import (
+    Amount,
+    ByteRate,
+    Bytes,
+    Factor,
+    Latency,
+    Name,
+    Rank,
+    Rate,
+    Seconds,
+    Share,
+    increase,
+    refuse,
+)
 
 
-class Link(Struct, frozen=True):
+class Link(Struct, frozen=True, forbid_unknown_fields=True):
     """A way between devices: seconds before the first byte, bytes per second after it.
 
     `scatter`: how much slower a reduce-scatter is than an all-gather (Gloo sums on the CPU).
     """
 
-    latency_s: float
-    bytes_per_s: float
-    scatter: float = 1.0
+    latency_s: Latency
+    bytes_per_s: ByteRate
+    scatter: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.0
 
 
-class Device(Struct, frozen=True):
+class Device(Struct, frozen=True, forbid_unknown_fields=True):
     """What one device can do."""
 
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    memory_bytes: int
-    source: str = "datasheet"
+    name: Name
+    flops_per_s: Rate
+    memory_bytes_per_s: ByteRate
+    memory_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    source: Name = "datasheet"
     efficiency: tuple[
-        tuple[float, float], ...
+        tuple[Amount, Share], ...
     ] = ()  # (FLOPs of a matmul, part of the peak reached)
-    memory_efficiency: float = 1.0
-    launch_s: float = 0.0  # least time of an operator
-    fixed_bytes: int = 0  # taken before the first tensor
-    peaks: tuple[tuple[str, float], ...] = ()  # (precision, FLOP/s) where one has its own
+    memory_efficiency: Share = 1.0
+    launch_s: Latency = 0.0  # least time of an operator
+    fixed_bytes: Bytes = 0  # taken before the first tensor
+    peaks: tuple[tuple[Name, Rate], ...] = ()  # (precision, FLOP/s) where one has its own
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.efficiency]
+        refuse(
+            not increase(sizes) or sizes[:1] == [0.0],
+            f"efficiency at {sizes} FLOPs, but these must increase, from above 0",
+        )
+        names = [name for name, _ in self.peaks]
+        refuse(len(set(names)) < len(names), f"peaks of {names}: one is there twice")
 
     def matmul_seconds(self, flops: float, precision: str = "") -> float:
         """Time of one matrix product; efficiency lies on lines over the logarithm of its size.
@@ -68,22 +92,52 @@ class Device(Struct, frozen=True):
         return points[-1][1]
 
 
-class Change(Struct, frozen=True):
-    """From `at_s` on, what `name` denotes runs at `factor` of its speed (0: gone)."""
-
-    at_s: float
-    name: str
-    factor: float
+SLOWEST = 1e-6  # of a speed that is left
 
 
-class Cluster(Struct, frozen=True, dict=True):
+class Change(Struct, frozen=True, forbid_unknown_fields=True):
+    """From `at_s` on, what `name` denotes runs at `factor` of its speed (0: gone): `core 3`, the
+    core of a rank as `Cluster.core` numbers it, or `link 0`, what joins a node to the others."""
+
+    at_s: Seconds
+    name: Annotated[str, Meta(pattern=r"^(core|link) (0|[1-9][0-9]{0,8})$")]
+    factor: Factor
+
+    def __post_init__(self) -> None:
+        refuse(0 < self.factor < SLOWEST, f"factor {self.factor} of a change, the least is "
+               f"{SLOWEST}", "0 says that it is gone")  # fmt: skip
+
+
+Node = Annotated[tuple[Device, ...], Meta(min_length=1)]
+
+
+class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """Devices by node, in rank order; links inside a node and between nodes."""
 
-    nodes: tuple[tuple[Device, ...], ...]
+    nodes: Annotated[tuple[Node, ...], Meta(min_length=1)]
     inside: Link
     across: Link
     changes: tuple[Change, ...] = ()
-    cores: tuple[int, ...] = ()  # per rank: ranks with the same number share a core; (): none do
+    cores: tuple[Rank, ...] = ()  # per rank: ranks with the same number share a core; (): none do
+
+    def __post_init__(self) -> None:
+        count = self.num_devices
+        refuse(not self.nodes or not all(self.nodes), "a cluster without nodes, or an empty node")
+        refuse(
+            bool(self.cores) and len(self.cores) != count,
+            f"{len(self.cores)} cores for {count} devices",
+            "give the core of every rank, or leave them out where no two share one",
+        )
+        for name in {change.name for change in self.changes}:
+            kind, _, number = name.partition(" ")
+            there = {"core": set(map(self.core, range(count))), "link": set(range(len(self.nodes)))}
+            known = sorted(there.get(kind, ()))
+            refuse(
+                not number.isdecimal() or int(number) not in known,
+                f"a change of {name!r}, which this cluster does not have",
+                f"`core n` with n of {_few(there['core'])}, `link n` with a node of "
+                f"{_few(there['link'])}",
+            )
 
     @property
     def num_devices(self) -> int:
@@ -123,7 +177,12 @@ class Cluster(Struct, frozen=True, dict=True):
         return "+".join(map(str, sorted(counts.values()))) + f" on {cores}"
 
 
-class Hardware(Struct, frozen=True):
+def _few(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    return ", ".join(map(str, found)) if len(found) < 6 else f"{found[0]} ... {found[-1]}"
+
+
+class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     """A datasheet: one device, how many share a node, what joins them, and where that is from.
 
     Links are per device and direction, as the datasheet has them; `inside_reached` and
@@ -131,13 +190,15 @@ class Hardware(Struct, frozen=True):
     """
 
     device: Device
-    per_node: int
+    per_node: Annotated[int, Meta(ge=1, le=2**16)]
     inside: Link
     across: Link
-    inside_reached: float = 1.0
-    across_reached: float = 1.0
-    overlap: dict[str, float] = {}  # part of a kind of exchange that hides behind computing
-    aliases: tuple[str, ...] = ()
+    inside_reached: Share = 1.0
+    across_reached: Share = 1.0
+    overlap: dict[
+        str, Annotated[float, Meta(ge=0.0, le=1.0)]
+    ] = {}  # part of a kind of exchange that hides behind computing
+    aliases: tuple[Name, ...] = ()
     sources: dict[str, str] = {}  # number -> the datasheet it is from
     calibrated: dict[str, str] = {}  # number -> what it was fitted on
 
@@ -171,12 +232,15 @@ def hardware(name: str) -> Hardware:
 
 def named(text: str) -> Cluster:
     """`8xH200`: one node of eight devices; `16x8xH100`: sixteen nodes."""
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d*[A-Za-z]\S*)", text.strip())
-    if not match or not int(match[2]) or not int(match[1] or 1):
-        raise PlanError(f"{text!r} names no cluster", fix="write 8xH200, or 16x8xH100 for 16 nodes")
+    match = re.fullmatch(r"(?:([0-9]{1,7})x)?([0-9]{1,7})x([0-9]*[A-Za-z]\S*)", text.strip())
+    count = int(match[1] or 1) * int(match[2]) if match else 0
+    if not match or not 0 < count <= MOST_DEVICES:
+        raise PlanError(f"{text[:80]!r} names no cluster of 1 to {MOST_DEVICES} devices",
+                        where="cluster", fix="write 8xH200, or 16x8xH100 for 16 nodes")  # fmt: skip
     return hardware(match[3]).cluster(int(match[1] or 1), int(match[2]))
 
 
+MOST_DEVICES = 2**17
 CPU_CORE = Device("CPU core", 4e10, 5e9, 4 * 2**30, "assumed")
 LOOPBACK = Link(1e-3, 1.4e9, 1.6)  # latency: mostly waiting for a rank that shares the cores
 GPU = Device("A100-80", 312e12, 2e12, 80 * 2**30)

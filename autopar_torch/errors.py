@@ -24,6 +24,10 @@ class PlanError(AutoparError):
     """A plan does not fit the model, the machines, or itself."""
 
 
+class NounError(PlanError, ValueError):
+    """What a noun was made of contradicts itself."""
+
+
 class ShardingError(AutoparError):
     """A sharding cannot be applied to a block."""
 

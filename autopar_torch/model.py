@@ -20,6 +20,12 @@ def item_bytes(dtype: str) -> int:
     return _ITEM_BYTES.get(dtype, 1)
 
 
+def leaf_type(dtype: str, precision: str) -> str:
+    """The type of what forward reads of a parameter: what ZeRO gathers is of that type."""
+    is_float = dtype.startswith(("float", "bfloat"))
+    return precision if precision == "bfloat16" and is_float else dtype
+
+
 def at_rows(size: int, rows: int) -> int:
     """A size of the trace, for a batch of so many rows."""
     return size // ROWS * rows if size and size % ROWS == 0 else size

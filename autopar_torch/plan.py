@@ -7,28 +7,30 @@ import itertools
 import math
 import os
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from . import files
 from .errors import PlanError
+from .limits import Bytes, Count, Delta, Index, Name, Rank
 from .model import ModelGraph
 
+MOST_MICRO_BATCHES = 2**16  # each is an entry of an action list
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Precision = Literal["float32", "bfloat16"]
 
 
-class Sharding(Struct, frozen=True, dict=True):
+class Sharding(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """How one kind is split on a mesh: a strategy per op, a form per shared value (texts)."""
 
-    kind: str
-    mesh: tuple[int, ...]
-    ops: dict[str, str]
-    forms: dict[str, str]
-    cost_s: float = 0.0
-    kept_bytes: int = 0
+    kind: Name
+    mesh: Annotated[tuple[Annotated[int, Meta(ge=2, le=2**20)], ...], Meta(min_length=1)]
+    ops: dict[str, Name]
+    forms: dict[str, Name]
+    cost_s: Delta = 0.0
+    kept_bytes: Bytes = 0
 
     @cached_property
     def key(self) -> str:
@@ -38,14 +40,16 @@ class Sharding(Struct, frozen=True, dict=True):
         return f"{mesh}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-class Stage(Struct, frozen=True):
+class Stage(Struct, frozen=True, forbid_unknown_fields=True):
     """A range of blocks on a group of devices, arranged as a mesh of one or two tensor axes."""
 
-    devices: tuple[int, ...]
-    blocks: tuple[int, int] | None = None  # first, end; None: balanced when the plan is applied
-    mesh: tuple[int, ...] = ()  # sizes of the tensor axes; (): one axis of all devices
+    devices: Annotated[tuple[Rank, ...], Meta(min_length=1)]
+    blocks: tuple[Index, Index] | None = None  # first, end; None: balanced when the plan is applied
+    mesh: tuple[Count, ...] = ()  # sizes of the tensor axes; (): one axis of all devices
     recompute: bool = False
-    shardings: tuple[int, ...] | None = None  # per block: index into Plan.shardings, -1: whole
+    shardings: tuple[Annotated[int, Meta(ge=-1, le=2**31)], ...] | None = (
+        None  # per block: index into Plan.shardings, -1: whole
+    )
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -56,11 +60,11 @@ class Stage(Struct, frozen=True):
         return -1 if self.shardings is None else self.shardings[block - (self.blocks or (0, 0))[0]]
 
 
-class Replica(Struct, frozen=True, dict=True):
+class Replica(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """One copy of the model: its stages in order, and how many micro-batches it takes."""
 
-    stages: tuple[Stage, ...]
-    num_micro_batches: int = 1
+    stages: Annotated[tuple[Stage, ...], Meta(min_length=1)]
+    num_micro_batches: Annotated[int, Meta(ge=1, le=MOST_MICRO_BATCHES)] = 1
 
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
@@ -76,20 +80,20 @@ class Replica(Struct, frozen=True, dict=True):
 BUCKET_BYTES = 25 * 2**20
 
 
-class Plan(Struct, frozen=True):
+class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole strategy; `check` tells whether it fits a world and a model.
 
     Gradients travel when `bucket_bytes` of them are there. Under bfloat16 they are added up over
     micro-batches in float32, unless `grad_dtype` says otherwise, and arrive as the parameters are.
     """
 
-    replicas: tuple[Replica, ...]
+    replicas: Annotated[tuple[Replica, ...], Meta(min_length=1)]
     schedule: ScheduleName = "1f1b"
-    zero: int = 0
+    zero: Annotated[int, Meta(ge=0, le=3)] = 0
     precision: Precision = "float32"
     shardings: tuple[Sharding, ...] = ()
-    reason: str = "given by the user"
-    bucket_bytes: int = BUCKET_BYTES
+    reason: Name = "given by the user"
+    bucket_bytes: Annotated[int, Meta(ge=1, le=2**50)] = BUCKET_BYTES
     grad_dtype: Precision = "float32"
 
     @property
@@ -250,6 +254,11 @@ def _check_replica(replica: Replica, index: int) -> None:
             raise PlanError(
                 f"mesh {stage.axes} does not arrange {len(stage.devices)} devices on one or "
                 "two axes", where=f"{where}.stages[{s}].mesh",
+            )  # fmt: skip
+        if min(stage.axes) < 2 <= len(stage.devices):
+            raise PlanError(
+                f"mesh {stage.axes} has an axis of one device",
+                where=f"{where}.stages[{s}].mesh", fix="leave that axis out",
             )  # fmt: skip
     _check_meshes(replica, where)
     groups = replica.positions

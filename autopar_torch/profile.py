@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import bisect
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import astuple, replace
 
 from . import files
 from .cluster import Cluster
 from .errors import ProfileError
+from .limits import Amount, Count, Delta, Factor, Name, Seconds, Signed, increase, refuse
 from .plan import Sharding
 
 Number = TypeVar("Number", int, float)
-SOURCES = ("datasheet", "derived", "measured")  # of times; the surest last
+Source = Literal["datasheet", "derived", "measured"]
+SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
 AGAIN = "/again"  # cells whose backward computes forward again
 EXCHANGE_CORE = 0.5  # of a core, where it was not measured
 QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
 
 
-class Piece(Struct, frozen=True):
+class Piece(Struct, frozen=True, forbid_unknown_fields=True):
     """One block of a kind under one sharding, with so many rows, on one rank.
 
     Seconds are a device's own: alone on its core. `comm` counts what tensor groups exchange inside,
     waiting for each other included, in one group alone on its cores.
     """
 
-    rows: int
-    forward_s: float
-    backward_s: float
-    input_s: float = 0.0  # the part of backward that the stage before waits for
-    weight_s: float = 0.0
-    comm_forward_s: float = 0.0
-    comm_backward_s: float = 0.0
-    out_bytes: float = 0.0  # what it returns
-    kept_bytes: float = 0.0  # what forward leaves for backward, what it returns included
-    forward_bytes: float = 0.0  # most that forward needed at once
-    backward_bytes: float = 0.0  # most that backward needed at once, beyond what was kept
-    added_s: float = 0.0  # how much longer backward takes where gradients are there already
-    stash_bytes: float = 0.0  # what the input part of a split backward leaves for the weight part
+    rows: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    input_s: Seconds = 0.0  # the part of backward that the stage before waits for
+    weight_s: Seconds = 0.0
+    comm_forward_s: Seconds = 0.0
+    comm_backward_s: Seconds = 0.0
+    out_bytes: Amount = 0.0  # what it returns
+    kept_bytes: Amount = 0.0  # what forward leaves for backward, what it returns included
+    forward_bytes: Amount = 0.0  # most that forward needed at once
+    backward_bytes: Signed = 0.0  # most that backward needed at once, beyond what was kept
+    added_s: Delta = 0.0  # how much longer backward takes where gradients are there already
+    stash_bytes: Signed = 0.0  # what the input part of a split backward leaves for the weight part
 
     @property
     def again(self) -> Piece:
@@ -57,13 +60,22 @@ class Piece(Struct, frozen=True):
         )
 
 
-class Cell(Struct, frozen=True):
+class Cell(Struct, frozen=True, forbid_unknown_fields=True):
     """A kind under a sharding, at several numbers of rows."""
 
-    kind: str
-    sharding: str  # `sharding_key`
-    pieces: tuple[Piece, ...]
-    source: str = "measured"  # in all pieces, else another of SOURCES
+    kind: Name
+    sharding: Name  # `sharding_key`
+    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1)]
+    source: Source = "measured"  # in all pieces, else another of SOURCES
+
+    def __post_init__(self) -> None:
+        rows = [piece.rows for piece in self.pieces]
+        refuse(not increase(list(map(float, rows))), f"pieces of {rows} rows, which must increase")
+        for piece in self.pieces:
+            refuse(
+                piece.added_s < -piece.backward_s,
+                f"added_s {piece.added_s} undoes more than the backward_s {piece.backward_s}",
+            )
 
     def at(self, rows: int) -> Piece:
         """The piece for so many rows: measured, else on the line through its neighbours."""
@@ -80,7 +92,7 @@ class Cell(Struct, frozen=True):
 def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     """One cell per program, in the order of their names, its numbers of rows in order."""
     pieces: dict[tuple[str, str], dict[int, Piece]] = {}
-    sources: dict[tuple[str, str], str] = {}
+    sources: dict[tuple[str, str], Source] = {}
     for cell in cells:
         key = (cell.kind, cell.sharding)
         pieces.setdefault(key, {}).update({piece.rows: piece for piece in cell.pieces})
@@ -117,7 +129,7 @@ def _between(a: Piece, b: Piece, rows: int) -> Piece:
     return Piece(rows, *values)
 
 
-class Curve(Struct, frozen=True):
+class Curve(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of one communication over its size, for one kind of group.
 
     `core` is what it takes of each rank's core meanwhile, `beside` what is left of its speed where
@@ -125,13 +137,17 @@ class Curve(Struct, frozen=True):
     too: handing it over, asking for it.
     """
 
-    op: str  # "sum", "scatter", "gather", "send"
-    group: str  # `Cluster.place` of its ranks
-    points: tuple[tuple[float, float], ...]  # (bytes, seconds), by size
-    core: float = 0.0
-    held: float = 0.0
-    beside: float = 1.0
-    source: str = "measured"
+    op: Annotated[str, Meta(pattern=r"^(sum|scatter|gather|send)$")]
+    group: Annotated[str, Meta(pattern=r"^[0-9+]{1,5000} on [0-9]{1,9}$")]  # `Cluster.place`
+    points: Annotated[tuple[tuple[Amount, Seconds], ...], Meta(min_length=1)]  # (bytes, seconds)
+    core: Factor = 0.0
+    held: Factor = 0.0
+    beside: Factor = 1.0
+    source: Source = "measured"
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        refuse(not increase(sizes), f"points at {sizes} bytes, which must increase")
 
     def seconds(self, num_bytes: float) -> float:
         """On straight lines between the points; beyond them the last line goes on."""
@@ -145,20 +161,20 @@ class Curve(Struct, frozen=True):
         return max(y0 + share * (y1 - y0), points[0][1] if num_bytes < sizes[0] else 0.0)
 
 
-class Overheads(Struct, frozen=True):
+class Overheads(Struct, frozen=True, forbid_unknown_fields=True):
     """What a step costs beside its blocks, on one rank."""
 
-    step_s: float = 0.0  # once per step: taking the batch, handing the gradients over
-    micro_batch_s: float = 0.0  # per micro-batch: its part of the batch, masks and tables
-    action_s: float = 0.0  # per forward of a stage: coming to it from a backward
-    meet_s: float = 0.0  # until ranks that share cores have met after computing
-    update_s_per_byte: float = 0.0  # optimizer, per byte of parameters
-    update_s_per_tensor: float = 0.0
-    add_s_per_byte: float = 0.0  # adding a gradient to what is there
-    copy_s_per_byte: float = 0.0  # packing a message
-    cut_s_per_byte: float = 0.0  # the same in rows for the ranks of ZeRO, with taking apart
-    fill_s_per_byte: float = 0.0  # from a message into parameters
-    fixed_bytes: float = 0.0
+    step_s: Seconds = 0.0  # once per step: taking the batch, handing the gradients over
+    micro_batch_s: Seconds = 0.0  # per micro-batch: its part of the batch, masks and tables
+    action_s: Seconds = 0.0  # per forward of a stage: coming to it from a backward
+    meet_s: Seconds = 0.0  # until ranks that share cores have met after computing
+    update_s_per_byte: Seconds = 0.0  # optimizer, per byte of parameters
+    update_s_per_tensor: Seconds = 0.0
+    add_s_per_byte: Seconds = 0.0  # adding a gradient to what is there
+    copy_s_per_byte: Seconds = 0.0  # packing a message
+    cut_s_per_byte: Seconds = 0.0  # the same in rows for the ranks of ZeRO, with taking apart
+    fill_s_per_byte: Seconds = 0.0  # from a message into parameters
+    fixed_bytes: Amount = 0.0
 
     def packing(self, op: str) -> float:
         """Seconds per byte of a message of gradients for such a collective."""
@@ -166,21 +182,26 @@ class Overheads(Struct, frozen=True):
         return cut or self.copy_s_per_byte
 
 
-class Jitter(Struct, frozen=True):
+Quantiles = Annotated[
+    tuple[Annotated[float, Meta(gt=0.0, le=1e6)], ...], Meta(min_length=1, max_length=10**4)
+]
+
+
+class Jitter(Struct, frozen=True, forbid_unknown_fields=True):
     """How computing time varies on this machine, as quantiles of factors around what is usual.
 
     Whoever waits for several ranks waits for the slowest, so a step takes longer than medians say.
     """
 
-    rank: tuple[float, ...] = (1.0,)  # of one rank in one step, beside what all ranks usually take
-    block: tuple[float, ...] = (1.0,)  # of one block beside the rest of its step
+    rank: Quantiles = (1.0,)  # of one rank in one step, beside what all ranks usually take
+    block: Quantiles = (1.0,)  # of one block beside the rest of its step
 
     @property
     def quiet(self) -> bool:
         return len(self.rank) == 1 and len(self.block) == 1
 
 
-class Profile(Struct, frozen=True):
+class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     """Cells of one model, curves of one cluster, and what else a step costs."""
 
     cluster: Cluster
@@ -188,8 +209,16 @@ class Profile(Struct, frozen=True):
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
     jitter: Jitter = Jitter()
-    noise: dict[str, float] = {}  # what stayed uncertain: the relative error of its median
+    noise: dict[str, Factor] = {}  # what stayed uncertain: the relative error of its median
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
+
+    def __post_init__(self) -> None:
+        for name, found in (
+            ("cells", [(c.kind, c.sharding) for c in self.cells]),
+            ("curves", [(c.op, c.group) for c in self.curves]),
+        ):
+            twice = next((key for key, n in Counter(found).items() if n > 1), None)
+            refuse(twice is not None, f"{name} has {twice} twice")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)

@@ -7,17 +7,19 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .limits import Bytes, Name, Rank, Seconds
+
 COMPUTE, COMM, MEMORY = "compute", "comm", "memory"
 
 
-class Span(Struct, frozen=True):
+class Span(Struct, frozen=True, forbid_unknown_fields=True):
     """Something that took from `start_s` to `end_s` on one stream of one rank."""
 
-    rank: int
-    stream: str
-    name: str
-    start_s: float
-    end_s: float
+    rank: Rank
+    stream: Name
+    name: Name
+    start_s: Seconds
+    end_s: Seconds
 
 
 class Parts(Struct, frozen=True):
@@ -33,16 +35,16 @@ class Parts(Struct, frozen=True):
         return self.step_s - (self.compute_s + self.comm_s - self.overlap_s)
 
 
-class Memory(Struct, frozen=True):
+class Memory(Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of one rank at its peak, and what they are made of."""
 
-    params: int = 0
-    grads: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    working: int = 0
-    buffers: int = 0
-    fixed: int = 0
+    params: Bytes = 0
+    grads: Bytes = 0
+    optimizer: Bytes = 0
+    activations: Bytes = 0
+    working: Bytes = 0
+    buffers: Bytes = 0
+    fixed: Bytes = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -50,15 +52,15 @@ class Memory(Struct, frozen=True):
                 + self.buffers + self.fixed)  # fmt: skip
 
 
-class Timeline(Struct, frozen=True):
+class Timeline(Struct, frozen=True, forbid_unknown_fields=True):
     """One training step on all ranks. Of those that are `alike` the first one's spans stand for
     all; `of` has them by rank."""
 
     spans: tuple[Span, ...]
-    step_s: float
+    step_s: Seconds
     memory: tuple[Memory, ...] = ()  # per rank
-    source: str = "simulated"
-    alike: tuple[tuple[int, ...], ...] = ()
+    source: Name = "simulated"
+    alike: tuple[tuple[Rank, ...], ...] = ()
 
     def of(self, rank: int) -> list[Span]:
         """What a rank did."""

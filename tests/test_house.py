@@ -16,6 +16,7 @@ SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 NOUNS = {
     "model", "cluster", "profile", "plan", "timeline", "schedule", "guards", "errors", "files",
+    "limits",
 }  # fmt: skip
 SHARD = NOUNS | {"shard"}
 TRACE = SHARD | {"trace"}

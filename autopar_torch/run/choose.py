@@ -27,7 +27,7 @@ from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
 from .observe import cluster_of
-from .survey import MOST_KEPT, Known, measure, name_noise
+from .survey import MOST_KEPT, Known, measure, name_noise, tell_stale
 from .world import World
 
 Noun = TypeVar("Noun", Known, Outcome)
@@ -130,6 +130,8 @@ def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     cached = files.decode(world.agree(files.encode(cached)), Known | None)  # type: ignore[arg-type]
     if cached is not None:
         log.info("profile: from %s", path)
+        if world.rank == 0:
+            tell_stale(cached)
         name_noise(cached.profile, world)
         return cached
     start = time.perf_counter()
@@ -155,7 +157,7 @@ def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constrain
     was looked at: only what some plan within the limits needs is measured."""
     parts = [files.encode(traced.graph), files.encode(cluster), files.encode(limits),
              f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
-    return _hashed(*parts)
+    return _hashed(*parts, str(torch.version.cuda).encode())
 
 
 def _hashed(*parts: bytes) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import files
 from ..cluster import Cluster, Device, Link, named
-from ..errors import ProfileError
+from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
 from ..search.space import Constraints, candidates
@@ -16,9 +16,9 @@ from ..shard.estimate import estimate
 from ..shard.price import Prices
 from ..simulate.needs import cells_of
 from ..trace import Traced
-from . import options as ways
+from . import options as ways, verify
 from .shardings import complete
-from .survey import MOST_TP, Known, digest
+from .survey import MOST_TP, Known, digest, tell_stale
 
 Where = Cluster | Known | str | os.PathLike[str]
 MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines
@@ -29,10 +29,13 @@ HALF = 0.5  # bytes of a bfloat16 leaf per byte of its float32 master
 def place_of(where: Where) -> Cluster | Known:
     """Machines as they are, by name (`16x8xH100`), or from a file: described, or measured."""
     if isinstance(where, (Cluster, Known)):
-        return where
+        return files.checked(where, type(where), "cluster")
+    if not isinstance(where, (str, os.PathLike)):
+        raise PlanError(f"{type(where).__name__} is no cluster", where="cluster",
+                        fix="give a Cluster, a name like 16x8xH100, or a JSON file")  # fmt: skip
     path = Path(where)
     if path.suffix == ".json":
-        measured = path.exists() and b'"options"' in path.read_bytes()
+        measured = b'"options"' in files.read(path, "Cluster")
         return files.load(path, Known) if measured else files.load(path, Cluster)
     return named(str(where))
 
@@ -52,6 +55,7 @@ def _of_this(known: Known, traced: Traced) -> Known:
             "another model was measured, or this one in another precision", where="cluster",
             fix="measure this one (autopar measure, with the same --precision)",
         )  # fmt: skip
+    tell_stale(known)
     return known
 
 
@@ -63,11 +67,14 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     whole = fit(plan, traced.graph)
     rows = max(1, num_rows // whole.num_micro_batches)
     if isinstance(place, Known):
-        return complete(whole, traced, rows), _of_this(place, traced).profile
+        whole = complete(whole, traced, rows)
+        verify.check(whole, traced)
+        return whole, _of_this(place, traced).profile
     device = slowest(place)
     meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
     whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
+    verify.check(whole, traced)
     needs = dict.fromkeys(cells_of(whole, traced.graph, num_rows))
     cells = [_cell(need, traced, device, prices) for need in needs]
     return whole, Profile(place, merged(cells), overheads=overheads(device, plan.precision),

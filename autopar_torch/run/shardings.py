@@ -57,11 +57,11 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
     replicas = []
     for replica in plan.replicas:
         stages = list(replica.stages)
-        for group in _groups(replica):
+        for group in groups(replica):
             if len(group) == len(stages) and all(s.shardings is not None for s in stages):
                 continue
             own = priced or ordinary(len(stages[group[0]].axes), rows)
-            solved = _solve(traced, [stages[s] for s in group], own, _whole_values(
+            solved = _solve(traced, [stages[s] for s in group], own, whole_values(
                 traced.graph, replica, group), pins or {}, spatial)  # fmt: skip
             numbers = [-1 if s is None else found.index(s) for s in solved]
             start = (stages[group[0]].blocks or (0, 0))[0]
@@ -75,7 +75,7 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
                                    shardings=tuple(found.shardings))  # fmt: skip
 
 
-def _groups(replica: Replica) -> list[list[int]]:
+def groups(replica: Replica) -> list[list[int]]:
     """Runs of stages with the same mesh: solved as one chain."""
     groups: list[list[int]] = []
     for s, stage in enumerate(replica.stages):
@@ -86,7 +86,7 @@ def _groups(replica: Replica) -> list[list[int]]:
     return groups
 
 
-def _whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> frozenset[str]:
+def whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> frozenset[str]:
     """Values that other meshes see too, and what the model returns."""
     first = (replica.stages[group[0]].blocks or (0, 0))[0]
     last = (replica.stages[group[-1]].blocks or (0, 0))[1]

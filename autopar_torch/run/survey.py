@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 import time
@@ -16,6 +17,7 @@ from torch import Tensor
 from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError
+from ..limits import Name
 from ..measure.links import WARM_UP, Lines
 from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
@@ -35,6 +37,7 @@ from .world import World
 
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8
+OLD_DAYS = 30  # drivers, clocks and neighbours change
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
 MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
 LINK_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 10
@@ -42,12 +45,38 @@ CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet
 MOST_NAMES = 3  # of what is too uncertain
 
 
-class Known(Struct, frozen=True):
+class Known(Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept between runs: the ways to split, and what was measured of them."""
 
     options: tuple[Option, ...]
     profile: Profile
-    model: str = ""  # `digest` of the graph that was measured
+    model: Name = ""  # `digest` of the graph that was measured
+    made_with: dict[str, Name] = {}  # versions, and the day
+
+
+def made_with() -> dict[str, str]:
+    """What times depend on beside the machines, and since when they are known."""
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "day": day}
+
+
+def tell_stale(known: Known) -> None:
+    """Say what has changed since the machines were measured."""
+    now, then = made_with(), known.made_with
+    told = [f"{name} was {then[name]}, is {now[name]}" for name in ("torch", "cuda")
+            if then.get(name, now[name]) != now[name]]  # fmt: skip
+    if _days(then.get("day", now["day"]), now["day"]) > OLD_DAYS:
+        told.append(f"it is of {then['day']}")
+    if told:
+        log.warning("what was measured may be stale: %s; measure again to be sure", ", ".join(told))
+
+
+def _days(then: str, now: str) -> int:
+    try:
+        start, end = map(datetime.date.fromisoformat, (then, now))
+    except ValueError:
+        return OLD_DAYS + 1  # no date: as good as old
+    return (end - start).days
 
 
 def digest(graph: ModelGraph) -> str:
@@ -62,7 +91,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     ways_known = _options(traced, call, world, device, cluster, limits)
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
-        return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph))
+        return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
                          look=seconds <= QUICK_S)  # fmt: skip
@@ -70,7 +99,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
                              seconds)  # fmt: skip
     name_noise(profile, world)
-    return Known(tuple(ways_known), profile, digest(traced.graph))
+    return Known(tuple(ways_known), profile, digest(traced.graph), made_with())
 
 
 def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,

@@ -7,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ..errors import SearchError
+from ..limits import Amount, Index, Seconds
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
@@ -33,12 +34,12 @@ NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
 
 
-class Choice(Struct, frozen=True):
+class Choice(Struct, frozen=True, forbid_unknown_fields=True):
     """One plan of the result."""
 
     plan: Plan
-    step_s: float
-    memory_bytes: float
+    step_s: Seconds
+    memory_bytes: Amount
 
 
 def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
@@ -53,16 +54,18 @@ def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
     return [*first, *(c for c in choices if c not in first)][:count]
 
 
-class Result(Struct, frozen=True):
+class Result(Struct, frozen=True, forbid_unknown_fields=True):
     """The best plan, the next ones, and how the rest was dealt with."""
 
     best: Choice
     runners_up: tuple[Choice, ...]
-    considered: int
-    discarded: dict[str, int]  # rule -> candidates
-    priced: int  # candidates with borders
-    gap: float  # 0: proven; else how much faster some plan not looked at could be
-    seconds: float
+    considered: Index
+    discarded: dict[str, Index]  # rule -> candidates
+    priced: Index  # candidates with borders
+    gap: Annotated[
+        float, Meta(ge=0.0, le=1.0)
+    ]  # 0: proven; else how much faster some plan not looked at could be
+    seconds: Seconds
 
     @property
     def how_exact(self) -> str:
@@ -100,15 +103,15 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
                   time.perf_counter() - start)  # fmt: skip
 
 
-class Outcome(Struct, frozen=True):
+class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     """A search that is over, its best plans in the order of the engine."""
 
     plan: Plan
-    step_s: float
-    memory_bytes: float
+    step_s: Seconds
+    memory_bytes: Amount
     result: Result
     others: tuple[Choice, ...] = ()
-    measured: tuple[float, ...] = ()  # seconds of real steps of the first plans, where confirmed
+    measured: tuple[Seconds, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
 class _Cuts(NamedTuple):

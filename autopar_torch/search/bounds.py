@@ -40,7 +40,7 @@ class _Space:
         self.found, self.tables = found, tables
         (self.option, self.pp, self.dp, self.count, self.schedule, self.virtual, self.zero,
          self.recompute) = np.ascontiguousarray(found.rows.T)  # fmt: skip
-        self.rows = np.maximum(1, num_rows // (self.dp * self.count))
+        self.rows = -(-num_rows // (self.dp * self.count))
         self.size = np.unique(self.rows, return_inverse=True)[1].reshape(-1)  # which of the rows
         self.split = self.schedule == SCHEDULES.index("zero_bubble")
         self.hurries = ((self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)

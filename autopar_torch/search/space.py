@@ -11,17 +11,29 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
+from ..limits import Count, Rank, refuse
 from ..model import ModelGraph
-from ..plan import BUCKET_BYTES, Plan, Precision, Replica, ScheduleName, Sharding, Stage
+from ..plan import (
+    BUCKET_BYTES,
+    MOST_MICRO_BATCHES,
+    Plan,
+    Precision,
+    Replica,
+    ScheduleName,
+    Sharding,
+    Stage,
+)
 
-Positive = Annotated[int, Meta(ge=1)]
 
-
-class Option(Struct, frozen=True):
+class Option(Struct, frozen=True, forbid_unknown_fields=True):
     """One way to split the whole chain on a mesh: a sharding per block (None: whole)."""
 
-    mesh: tuple[int, ...]
+    mesh: tuple[Rank, ...]
     shardings: tuple[Sharding | None, ...]
+
+    def __post_init__(self) -> None:
+        own = {sharding.mesh for sharding in self.shardings if sharding is not None}
+        refuse(not own <= {self.mesh}, f"shardings on {sorted(own)} for a mesh of {self.mesh}")
 
     @property
     def degree(self) -> int:
@@ -31,17 +43,18 @@ class Option(Struct, frozen=True):
 class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     """What the user pins or forbids; None leaves it open."""
 
-    tp: Positive | None = None
-    pp: Positive | None = None
-    dp: Positive | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+    dp: Count | None = None
     zero: Literal[0, 1, 2, 3] | None = None
-    num_micro_batches: Positive | None = None
+    num_micro_batches: Count | None = None
     schedule: ScheduleName | None = None
     recompute: bool | None = None
-    max_virtual: int = 2
+    max_virtual: Annotated[int, Meta(ge=1, le=64)] = 2
     precision: Precision = "float32"
     grad_dtype: Precision = "float32"  # in which gradients are added up under bfloat16
-    memory_bytes: Positive | None = None  # per device, instead of what the device has
+    # Per device, instead of what the device has.
+    memory_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
 
@@ -66,8 +79,8 @@ class Candidate(NamedTuple):
         return self.pp * self.virtual
 
     def rows(self, num_rows: int) -> int:
-        """Rows of a micro-batch."""
-        return max(1, num_rows // (self.dp * self.micro_batches))
+        """Rows of the largest micro-batch: whoever has it is waited for."""
+        return -(-num_rows // (self.dp * self.micro_batches))
 
     def halved(self, stage: int) -> int:
         """How many backwards of a stage its list has in two parts."""
@@ -120,11 +133,19 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
 def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
            limits: Constraints) -> Iterator[tuple[int, ...]]:  # fmt: skip
     """Micro-batches and schedules of one shape."""
-    counts = [1] if coupled else divisors(num_rows // dp) if num_rows % dp == 0 else [1]
-    for count in counts:
+    for count in [1] if coupled else _counts(dp, num_rows):
         if _allows(limits.num_micro_batches, count):
             for schedule, virtual in _schedules(pp, count, num_blocks, limits):
                 yield index, pp, dp, count, SCHEDULES.index(schedule), virtual
+
+
+def _counts(dp: int, num_rows: int) -> list[int]:
+    """Micro-batches per replica. Where rows are left over, the first replica has largest ones only:
+    then what is priced is what it does."""
+    if num_rows % dp == 0:
+        return [m for m in divisors(num_rows // dp) if m <= MOST_MICRO_BATCHES]
+    doubled = [1 << k for k in range(min(num_rows // dp, MOST_MICRO_BATCHES).bit_length())]
+    return [m for m in doubled if (num_rows % (dp * m) or m) >= m]
 
 
 def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:

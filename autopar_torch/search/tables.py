@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..model import ModelGraph, TensorInfo, item_bytes
+from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import BUCKET_BYTES, Precision, Sharding
 from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
 from ..shard.layout import parse_forms, parts_of
@@ -222,9 +222,9 @@ class Tables:
             size = info.num_elements * item_bytes(info.dtype) / cut
             held += size
             if info.trainable and not info.buffer:
-                copied = self.precision == "bfloat16" and info.dtype in ("float32", "float64")
                 trained, number, largest = trained + size, number + 1, max(largest, size)
-                leaf += info.num_elements * item_bytes("bfloat16") / cut if copied else size
+                kind = leaf_type(info.dtype, self.precision)
+                leaf += info.num_elements * item_bytes(kind) / cut
         return [held, trained, leaf, largest, number]
 
     @cached_property

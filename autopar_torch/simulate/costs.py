@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..model import ModelGraph, TensorInfo, item_bytes
+from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import Plan, Replica, Stage
 from ..profile import Lookup, Piece, cell_key
 from ..shard.holdings import all_holdings, value_shape
@@ -136,7 +136,7 @@ class Costs:
         return RankCost(
             rank, blocks,
             tuple(self._bucket(group, first, last) for group in groups),
-            tuple(_team_bytes([s for s in trained if s.zero and not self._per_use(s)])),
+            tuple(self._gathers([s for s in trained if s.zero and not self._per_use(s)])),
             param_bytes=sum(_held_bytes(s, copies, self._per_use(s)) for s in mine),
             grads=tuple(self._grads(shares, first, last)),
             added_bytes=sum(self._added(s) for s in trained),
@@ -184,22 +184,27 @@ class Costs:
         piece = self.profile.piece(block.kind, key, rows)
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
-        gathers = tuple(_team_bytes(used))
+        gathers = tuple(self._gathers(used))
         filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
         trained = [share for share in own if share.trained]
         whole = sum(map(_local_bytes, trained))
         added_s = piece.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
-        return block_work(piece, gathers, filling, float(sum(_local_bytes(s) for s in used)),
+        return block_work(piece, gathers, filling, float(sum(map(self._leaf_bytes, used))),
                           added_s, self.plan.whole(stage))  # fmt: skip
 
+    def _leaf_item(self, share: Share) -> int:
+        return item_bytes(leaf_type(share.dtype, self.plan.precision))
 
-def _team_bytes(shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
-    """What comes together from the pieces of ZeRO, by team."""
-    sizes: dict[tuple[int, ...], float] = {}
-    for share in shares:
-        size = share.piece * item_bytes(share.dtype) * len(share.team.ranks)
-        sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
-    return sorted(sizes.items())
+    def _leaf_bytes(self, share: Share) -> int:
+        return share.num_local * self._leaf_item(share)
+
+    def _gathers(self, shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
+        """What comes together from the pieces of ZeRO, by team, in the type that is read."""
+        sizes: dict[tuple[int, ...], float] = {}
+        for share in shares:
+            size = share.piece * self._leaf_item(share) * len(share.team.ranks)
+            sizes[share.team.ranks] = sizes.get(share.team.ranks, 0.0) + size
+        return sorted(sizes.items())
 
 
 def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,

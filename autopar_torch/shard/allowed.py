@@ -1,0 +1,135 @@
+"""Whether a sharding is one that the rules know: what the solver may choose, and nothing else.
+
+Texts are looked up among those, never read: after this every message of the program has one size
+on all ranks, and the numbers are right if the rules are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+from torch import fx
+
+from ..cluster import LOOPBACK
+from ..errors import ShardingError
+from ..model import TensorInfo
+from ..plan import Sharding
+from .layout import WHOLE, Forms, Layouts
+from .price import FORBIDDEN, Prices, move_price, moves
+from .solve import Choice, border_forms, combine, param_forms
+from .square import all_strategies
+
+SHOWN = 8  # of what would be legal
+
+
+class _Check:
+    """One walk over the values of a kind, as `solve.tabulate` goes."""
+
+    def __init__(self, graph: fx.Graph, sharding: Sharding) -> None:
+        self.graph, self.sharding, self.mesh = graph, sharding, sharding.mesh
+        self.prices = Prices(links=(LOOPBACK,) * len(self.mesh))
+        self.legal = {node: combine(node, options, self.mesh)
+                      for node, options in all_strategies(graph, self.mesh).items()}  # fmt: skip
+        self._names("ops", sharding.ops, [node.name for node in self.legal])
+        self.chosen = {node: self._choice(node, found) for node, found in self.legal.items()}
+        self.outputs = list(enumerate(cast(Any, graph.find_nodes(op="output")[0].args[0])))
+
+    def run(self) -> None:
+        values = [node for node in self.graph.nodes if node.op != "output"]
+        forms = {f"y{k}": border_forms(node.meta["info"], self.mesh) for k, node in self.outputs}
+        for node in values:
+            forms |= self._forms_of(node)
+        self._names("forms", self.sharding.forms, forms)
+        found = {name: self._form(name, among) for name, among in forms.items()}
+        for node in values:
+            self._follow(node, found)
+
+    def _wrong(self, what: str, room: str, legal: Collection[str] = ()) -> ShardingError:
+        few = sorted(legal)
+        more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+        return ShardingError(
+            what, where=f"Plan.shardings[kind={self.sharding.kind}].{room}",
+            fix=f"legal are {', '.join(few[:SHOWN])}{more}" if few
+            else "leave the shardings out to have them found",
+        )  # fmt: skip
+
+    def _names(self, room: str, given: Collection[str], wanted: Collection[str]) -> None:
+        if missing := sorted(set(wanted) - set(given)):
+            raise self._wrong(f"{', '.join(missing[:SHOWN])}: not said how it is split", room)
+        if unknown := sorted(set(given) - set(wanted)):
+            raise self._wrong(f"{', '.join(unknown[:SHOWN])}: the block has no such value", room)
+
+    def _choice(self, node: fx.Node, legal: Sequence[Choice]) -> Choice:
+        wanted = self.sharding.ops[node.name]
+        for choice in legal:
+            if choice.text == wanted:
+                return choice
+        what = f"{node.name} cannot be split as {wanted!r} on a mesh of {self.mesh}"
+        raise self._wrong(what, "ops", {choice.text for choice in legal})
+
+    def _form(self, name: str, legal: Sequence[Forms]) -> Forms:
+        for form in legal:
+            if form.text == self.sharding.forms[name]:
+                return form
+        what = f"{name} cannot lie as {self.sharding.forms[name]!r} on a mesh of {self.mesh}"
+        raise self._wrong(what, "forms", {form.text for form in legal})
+
+    def _forms_of(self, node: fx.Node) -> dict[str, list[Forms]]:
+        """What may be said of a value: how it lies at the border, and what its readers share."""
+        name, info = node.name, cast(TensorInfo, node.meta.get("info"))
+        readers = [k for k, value in self.outputs if value is node]
+        wanted = [choice.ins[k] for user, k in self._users(node) for choice in self.legal[user]]
+        if node.op == "placeholder" and name.startswith("w_"):
+            kinds = (param_forms(info, wanted, self.mesh, shared) for shared in (False, True))
+            return {name: [form for found in kinds for form in found]}
+        if node.op == "placeholder" and name.startswith("c"):
+            return {}
+        found = {name: border_forms(info, self.mesh)} if node.op == "placeholder" else {}
+        if len(readers) + len(self._users(node)) > 1:
+            ends = border_forms(info, self.mesh) if readers else []
+            found[f"{name}.form"] = [*wanted, *ends]
+        return found
+
+    def _users(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+        """Ops that read a value, and as which of their inputs."""
+        found = []
+        for user in node.users:
+            if user in self.legal:
+                inputs = [n for n in user.all_input_nodes if n.meta.get("info") is not None]
+                found += [(user, k) for k, value in enumerate(inputs) if value is node]
+        return found
+
+    def _follow(self, node: fx.Node, forms: dict[str, Forms]) -> None:
+        """From the form in which a value is made to those in which it is read."""
+        whole: Layouts = (WHOLE,) * len(self.mesh)
+        choice = self.chosen.get(node)
+        have = choice.made if choice else forms.get(node.name, Forms(whole, whole))
+        info = node.meta.get("info")
+        if info is None:
+            return
+        wanted = [self.chosen[user].ins[k] for user, k in self._users(node)]
+        wanted += [forms[f"y{k}"] for k, value in self.outputs if value is node]
+        if middle := forms.get(f"{node.name}.form"):
+            self._convert(node.name, info, have, middle)
+            have = middle
+        for want in wanted:
+            self._convert(node.name, info, have, want)
+
+    def _convert(self, name: str, info: TensorInfo | tuple[TensorInfo, ...], have: Forms,
+                 want: Forms) -> None:  # fmt: skip
+        if isinstance(info, tuple):
+            steps, possible = [], have.value == want.value
+        else:
+            steps, possible = moves(have.value, want.value), True
+            steps += moves(want.grad, have.grad) if info.grad else []
+        prices = (move_price(step, self.mesh[step.axis], self.prices) for step in steps)
+        if not possible or any(start >= FORBIDDEN for start, _ in prices):
+            raise self._wrong(
+                f"{name} lies as {have.text}, which cannot become {want.text}", "forms"
+            )
+
+
+def check(graph: fx.Graph, sharding: Sharding) -> None:
+    """Refuse what the rules do not allow."""
+    _Check(graph, sharding).run()
