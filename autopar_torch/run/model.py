@@ -21,8 +21,8 @@ from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
+from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
-from ..trace.watch import Watch, replaced, tensors_of
 from . import checkpoint, doors, optimizers, shardings, state, tracing
 from .batches import SameBatch, Settle
 from .context import Prologue
@@ -53,8 +53,8 @@ class Program:
             if world.rank in stage.devices:
                 self.stages[s] = StageRunner(traced, plan, stage, store, world.tensor_axes(stage),
                                              model.replica_axis, model.device)  # fmt: skip
-        model.watch.learn(traced.reads)
-        self.state, self.number = model.watch.described(traced.reads), model.watch.number
+        model.burnt.learn(traced.reads)
+        self.state, self.number = model.burnt.described(traced.reads), model.burnt.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
         self.draws = world.size > 1 and draws(traced.programs.values())
@@ -62,11 +62,11 @@ class Program:
         self._name, self._positions = plan.schedule, replica.position_of
         self.reached: list[str] | None = None  # parameters that get gradients, once it has run
 
-    def serves(self, watch: Watch) -> bool:
+    def serves(self, burnt: Burnt) -> bool:
         """Whether nothing that decided what was traced is otherwise now."""
-        if self.number != watch.number and self.state == watch.described(self.traced.reads):
-            self.number = watch.number
-        return self.number == watch.number
+        if self.number != burnt.number and self.state == burnt.described(self.traced.reads):
+            self.number = burnt.number
+        return self.number == burnt.number
 
     def schedule(self, num_micro_batches: int, train: bool) -> schedules.Schedule:
         """The action lists of this replica, proven free of deadlock."""
@@ -97,7 +97,7 @@ class ParallelModel(nn.Module):
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
-        self.watch, self._looked = Watch(module), 0
+        self.burnt, self._looked = Burnt(module), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
         self.fallback_reason = ""
@@ -149,7 +149,7 @@ class ParallelModel(nn.Module):
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
         self._programs[(call.key, True)] = [Program(traced, plan, self)]
-        self._looked = self.watch.number
+        self._looked = self.burnt.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
                      if self.world.rank in s.devices)  # fmt: skip
         self.draw_as(min(group))
@@ -213,16 +213,16 @@ class ParallelModel(nn.Module):
     def fingerprint_hash(self) -> int:
         """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
         and the attributes that forward reads."""
-        self.watch.look()
-        return self.watch.digest
+        self.burnt.look()
+        return self.burnt.digest
 
     def _program(self, call: Call, train: bool, settle: Settle) -> Program:
-        if self.watch.look() != self._looked:
+        if self.burnt.look() != self._looked:
             settle()
             self._follow()
         known = self._programs.setdefault((call.key, train), [])
         for program in known:
-            if program.serves(self.watch):
+            if program.serves(self.burnt):
                 return program
         settle()
         wanted = ("loss", *self.outputs) if train else None
@@ -241,7 +241,7 @@ class ParallelModel(nn.Module):
             self.graph = _with_frozen(self.graph, frozen)
             self.store.follow(self.graph)
             self.reducer, self._frozen = self._reducer(), frozen
-        self._looked = self.watch.number
+        self._looked = self.burnt.number
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
              train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:  # fmt: skip

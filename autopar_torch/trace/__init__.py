@@ -17,12 +17,12 @@ from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from . import losses
 from .apart import mixing
 from .blocks import Piece, Traits, cut, mark_grads, split_main, traits
+from .burnt import Read
 from .call import Call
 from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
 from .clean import flatten, info_of
 from .form import Form
 from .repeat import find_stacks, shortened
-from .watch import Read
 
 
 @dataclass(frozen=True)

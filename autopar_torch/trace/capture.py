@@ -16,11 +16,11 @@ from torch.export.graph_signature import InputKind
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
+from .burnt import Read
 from .call import Call
 from .casts import Casts
 from .effects import Effects
 from .form import Form, form_of, take_outputs
-from .watch import Read
 
 LossFn = Callable[..., Tensor]
 _PREFIX = "model."

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
-from .watch import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hooks
+from .burnt import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hooks
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"

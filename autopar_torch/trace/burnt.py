@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 State = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
@@ -55,7 +56,7 @@ def is_plain(value: Any, depth: int = 2) -> bool:
     return isinstance(value, dict) and is_plain(list(value.items()), depth)
 
 
-class Watch:
+class Burnt:
     """The state of a module tree; `number` rises whenever something in it has changed."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,14 +88,15 @@ class Watch:
         return self._digest[1]
 
     def _same(self) -> bool:
-        return (
-            all(len(d) == len(values) and all(map(is_, d.values(), values))
-                for d, values in self._tables)
-            and list(map(len, self._hooks)) == self._num_hooks
-            and list(map(_grad, self._tensors)) == self._grads
-            and list(map(_version, self._loose)) == self._versions
-            and self._containers == self._copies
-        )  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that mean whole tensors are slow
+            return (
+                all(len(d) == len(values) and all(map(is_, d.values(), values))
+                    for d, values in self._tables)
+                and list(map(len, self._hooks)) == self._num_hooks
+                and list(map(_grad, self._tensors)) == self._grads
+                and list(map(_version, self._loose)) == self._versions
+                and self._containers == self._copies
+            )  # fmt: skip
 
     def _look(self) -> None:
         modules = dict(self.model.named_modules())
