@@ -281,8 +281,8 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
     buffers = dict(parallel.module.named_buffers())
     kept = max(KEPT, confirm)
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits, kept)
-    for choice in (found, *found.others) if found.recalled else ():
-        verify.check(choice.plan, traced)
+    for plan in (found.plan, *(c.plan for c in found.others)) if found.recalled else ():
+        verify.check(plan, traced)
     if confirm > 0:
         found = confirmed(parallel, found, confirm, traced, call, tensors)
     parallel.found = found
