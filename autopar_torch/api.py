@@ -304,11 +304,14 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Co
     buffers = dict(parallel.module.named_buffers())
     kept = max(KEPT, confirm)
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits, kept)
+    for plan in (found.plan, *(c.plan for c in found.others)) if found.recalled else ():
+        verify.check(plan, traced)
     if confirm > 0:
         found = confirmed(parallel, found, confirm, traced, call, tensors)
     parallel.found = found
     parallel.adopt(found.plan, traced, call, source())
-    verify.probe(parallel, call, tensors)  # what caches say may be of any age
+    if found.recalled:
+        verify.probe(parallel, call, tensors)
     if place.rank == 0:
         log.info("%s", summary(found))
         _tell(found.plan, traced)

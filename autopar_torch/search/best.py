@@ -111,6 +111,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: Amount
     result: Result
     others: tuple[Choice, ...] = ()
+    recalled: bool = False  # some of it comes from files of an earlier run
     measured: tuple[Seconds, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
