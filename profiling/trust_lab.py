@@ -83,8 +83,10 @@ class Wrap:
         logging.getLogger("autopar_torch").addHandler(handler)
 
     def heard(self, word: str) -> bool:
-        """Whether the library said so; always, where there is no library."""
-        return not self.is_library or any(word in line.lower() for line in self.said)
+        """Whether rank 0 was told so; always, where there is no library."""
+        return (
+            not self.is_library or self.rank > 0 or any(word in line.lower() for line in self.said)
+        )
 
 
 class _WithLoss(nn.Module):

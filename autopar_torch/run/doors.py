@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError, RunError
 
@@ -58,6 +59,17 @@ def refuse_wrapped(model: nn.Module) -> None:
     """fully_shard gives a module another class."""
     if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):
         raise no_wrapper("fully_shard")
+
+
+def refuse_watched(args: Any, kwargs: Any) -> None:
+    """The backward runs inside forward, and ends at the batch."""
+    for leaf in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise RunError(
+                f"a tensor of the batch, {tuple(leaf.shape)}, requires a gradient, which would not "
+                "come back", where="model(...)",
+                fix="detach() it; what makes it (an encoder, a generator) can be part of the "
+                "model that is parallelized")  # fmt: skip
 
 
 def no_wrapper(name: str) -> RunError:

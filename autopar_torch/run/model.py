@@ -176,6 +176,7 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
         doors.refuse_wrapped(self)
+        doors.refuse_watched(args, kwargs)
         optimizers.restore()  # after a step that raised
         train = self.training and torch.is_grad_enabled()
         with self.world.doing("forward" if train else "evaluation"):
@@ -245,11 +246,14 @@ class ParallelModel(nn.Module):
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
              train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:  # fmt: skip
-        for runner in program.stages.values():
-            runner.loss_scale = scale
         spans = self.micro_batches(call.num_rows)
+        idle = self.plan.zero == 3 and not spans[self.replica]
+        if self.plan.zero == 3:  # who has no row takes part with one that does not count
+            spans = [span or [(0, 1)] for span in spans]
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
-        self._refuse_idle(spans, call.num_rows)
+        self._refuse_idle(call.num_rows)
+        for runner in program.stages.values():
+            runner.loss_scale = 0.0 if idle else scale
         replica = self.plan.replicas[self.replica]
         try:
             with self.recorder.computing("batch"):
@@ -278,7 +282,7 @@ class ParallelModel(nn.Module):
         sums: list[Any] = []
 
         def share(parts: dict[int, dict[str, Tensor]]) -> None:
-            values.update(self._outputs(program, parts, rows, call.num_rows))
+            values.update(self._outputs(program, {} if idle else parts, rows, call.num_rows))
             sums.extend(work for x in values.values() for work in self.world.start_sum(x))
 
         executor.run(actions, position, rows, context, train, share)
@@ -290,7 +294,7 @@ class ParallelModel(nn.Module):
         if train:
             parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
             self.losses.look(self.num_steps, self.replica, values["loss"],
-                             parts if self._speaks else {})  # fmt: skip
+                             parts if self._speaks and not idle else {})  # fmt: skip
             grads = self._finish_grads(program)
             values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
                                        self.loss_scale)  # fmt: skip
@@ -310,14 +314,14 @@ class ParallelModel(nn.Module):
             if isinstance(held.tensor, nn.Parameter):
                 yield Copy(name, (held.boxes(), held.zero and held.share.own_rows()), held.part)
 
-    def _refuse_idle(self, spans: Sequence[Sequence[Any]], num_rows: int) -> None:
-        """Where replicas meet inside the blocks, none may have nothing to do."""
-        meet = self.plan.zero == 3 or any(k.couples_rows for k in self.graph.kinds.values())
-        if meet and not all(spans):
+    def _refuse_idle(self, num_rows: int) -> None:
+        """Batch statistics are joined over replicas, of which none may have nothing to add."""
+        joined = any(kind.couples_rows for kind in self.graph.kinds.values())
+        if joined and num_rows < len(self.plan.replicas):
             raise PlanError(
-                f"{num_rows} row{'s' * (num_rows != 1)} for {len(spans)} replicas, which all need "
-                "one, as they meet in every block (ZeRO 3, batch statistics)",
-                where="the batch", fix=f"give at least {len(spans)} rows, or use fewer replicas",
+                f"{num_rows} row(s) for {len(self.plan.replicas)} replicas, which join the "
+                "statistics of batches", where="the batch",
+                fix="give at least a row for each, or use fewer replicas",
             )  # fmt: skip
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
@@ -402,6 +406,15 @@ class ParallelModel(nn.Module):
         return contextlib.nullcontext() if whole else self.world.meeting(name)
 
     # --- what training scripts use ----------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the user's module has: its attributes and methods."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
         """`.to()`, `.half()`, `.cuda()`: parameters lie where the plan has put them."""

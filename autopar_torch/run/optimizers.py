@@ -124,7 +124,9 @@ def _full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     own: dict[int, dict[str, Any]] = packed["state"]
     told = {i: {key: _told(value) for key, value in values.items()}
             for i, values in own.items() if type(params[i]) is ShardedParameter}  # fmt: skip
-    everyone = _ours(optimizer)[0].spread.world.gather(told)
+    world = _ours(optimizer)[0].spread.world
+    with world.meeting("optimizer.state_dict"):
+        everyone = world.gather(told)
     with plainly():
         full = {
             i: {key: _full_value(params[i], own.get(i, {}).get(key), kind)
