@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from . import files
@@ -47,7 +47,6 @@ from .trace.capture import LossFn
 log = logging.getLogger("autopar_torch")
 FIELDS = Constraints.__struct_fields__
 GivenPlan = Plan | str | os.PathLike[str] | None
-Source = Callable[[], Callable[[str], Tensor | None]]
 
 
 def parallelize(
@@ -89,19 +88,16 @@ def parallelize(
                         fix="0 tries none, confirm=8 the best eight")  # fmt: skip
     doors.refuse_split(model)
     limits = _limits(constraints)
-    given = None if plan is None and size > 1 else _read_plan(plan, size, place, limits)
-    if given is not None and rank == 0:
-        alone = plan is None
-        _tell_unused(limits, confirm, _done_alone(limits) if alone else Constraints(),
-                     "there is one process" if alone else "a plan is given")  # fmt: skip
+    given = None if plan is None and size > 1 else _read_plan(plan, place, limits)
+    if plan is not None:
+        _tell_unused(place, limits, confirm, Constraints(), "a plan is given")
+    elif given is not None:
+        _tell_unused(place, limits, confirm, _done_alone(limits), "there is one process")
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
-        source = lambda: full_values(model, place, device, init_seed, weights)  # noqa: E731
         with untouched(device):
-            if given is None:
-                _find(parallel, call, tensors, limits, confirm, loss_fn, source)
-            else:
-                _adopt(parallel, call, tensors, given, loss_fn, source)
+            source = full_values(model, place, device, init_seed, weights)
+            _take_up(parallel, call, tensors, given, _Asked(limits, confirm, loss_fn, source))
 
     parallel = ParallelModel(model, place, device, prepare, outputs, watched)
     own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
@@ -151,10 +147,8 @@ def case(
 ) -> Case:
     """What `plan` searches, so that it can be asked why, and what if."""
     limits = _limits(constraints, precision)
-    asked_rows = _asked_rows(global_batch_size)
-    traced, call = _traced(model, example_inputs, loss_fn, limits.precision)
+    traced, num_rows = _traced(model, example_inputs, loss_fn, limits.precision, global_batch_size)
     limits = _uncoupled(limits, traced, tell=True)
-    num_rows = asked_rows or call.num_rows
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
 
@@ -169,9 +163,8 @@ def simulate(
     loss_fn: LossFn | None = None,
 ) -> Timeline:
     """One step under a plan, on machines that need not be here (as in `plan`)."""
-    given, asked_rows = _given(plan), _asked_rows(global_batch_size)
-    traced, call = _traced(model, example_inputs, loss_fn, given.precision)
-    num_rows = asked_rows or call.num_rows
+    given = _given(plan)
+    traced, num_rows = _traced(model, example_inputs, loss_fn, given.precision, global_batch_size)
     whole, profile = offline.profile_for(given, traced, num_rows, cluster)
     return simulated(whole, traced.graph, profile, num_rows)
 
@@ -186,8 +179,7 @@ def measure(
 ) -> survey.Known:
     """What planning for this model needs to know of the machines torchrun started. With more
     `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
-    limits, seconds = _limits(constraints), files.checked(seconds, Seconds,
-                                                          "seconds")  # fmt: skip
+    limits, seconds = _limits(constraints), files.checked(seconds, Seconds, "seconds")
     rank, size = world.start()
     place = world.World(rank, size)
     call, tensors = take_apart(*_as_call(example_inputs))
@@ -199,13 +191,19 @@ def measure(
                               seconds)  # fmt: skip
 
 
+# --- what was given -------------------------------------------------------------------------------
+
+
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
-            precision: Precision) -> tuple[Traced, Call]:  # fmt: skip
+            precision: Precision, num_rows: int | None) -> tuple[Traced, int]:  # fmt: skip
+    """The model, and the rows of a step: as asked for, else those of the example."""
+    if num_rows is not None:
+        files.checked(num_rows, Count, "global_batch_size")
     call, _ = take_apart(*_as_call(example))
     if not isinstance(model, nn.Module):
         raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, precision)
-    return own(call, True, ("loss",)), call
+    return own(call, True, ("loss",)), num_rows or call.num_rows
 
 
 def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -217,17 +215,17 @@ def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...
     return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
-def _read_plan(plan: GivenPlan, size: int, place: world.World, limits: Constraints) -> Plan:
+def _read_plan(plan: GivenPlan, place: world.World, limits: Constraints) -> Plan:
     """A plan that fits the world, on every rank, or an error on every rank."""
     error: Exception | None = None
-    chosen = None
+    chosen = _unsplit(limits)
     try:
-        chosen = _unsplit(limits) if plan is None else _given(plan)
-        check(chosen, size)
+        chosen = chosen if plan is None else _given(plan)
+        check(chosen, place.size)
     except AutoparError as found:
         error = found
     place.together(error)
-    return cast(Plan, chosen)
+    return chosen
 
 
 def _given(plan: GivenPlan) -> Plan:
@@ -240,11 +238,25 @@ def _given(plan: GivenPlan) -> Plan:
     return load_plan(plan)
 
 
-def _asked_rows(asked: int | None) -> int | None:
-    """A global batch size within its range; None: that of the example."""
-    if asked is None:
-        return None
-    return files.checked(asked, Count, "global_batch_size")
+def _limits(given: Constraints | Mapping[str, Any] | None,
+            precision: Precision | None = None) -> Constraints:  # fmt: skip
+    """What is pinned, in its range; a precision that is asked for beside is pinned too."""
+    limits = files.checked({} if given is None else given, Constraints, "constraints")
+    if precision in (None, limits.precision):
+        return limits
+    if isinstance(given, Mapping) and "precision" in given:
+        raise PlanError(f"{limits.precision} is pinned, and {precision!r} asked for",
+                        where="constraints: precision", fix="say one of them")  # fmt: skip
+    return files.checked(replace(limits, precision=precision), Constraints, "precision")
+
+
+def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
+    """One replica where ops look at several rows at once, whatever was asked for."""
+    alone = traced.graph.unjoined
+    if alone and tell and limits.dp not in (None, 1):
+        log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
+                    limits.dp, ", ".join(alone))  # fmt: skip
+    return replace(limits, dp=1) if alone else limits
 
 
 def _unsplit(limits: Constraints) -> Plan:
@@ -252,99 +264,102 @@ def _unsplit(limits: Constraints) -> Plan:
     plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
                         recompute=bool(limits.recompute), precision=limits.precision,
                         grad_dtype=limits.grad_dtype)  # fmt: skip
-    return msgspec.structs.replace(plan, reason="one process")
+    return replace(plan, reason="one process")
 
 
 def _done_alone(limits: Constraints) -> Constraints:
     """What `_unsplit` does of what was asked."""
-    return msgspec.structs.replace(limits, tp=1, pp=1, dp=1, zero=0, memory_bytes=None,
-                                   rings="never")  # fmt: skip
+    return replace(limits, tp=1, pp=1, dp=1, zero=0, memory_bytes=None, rings="never")
 
 
-def _tell_unused(limits: Constraints, confirm: int, done: Constraints, why: str) -> None:
+def _tell_unused(place: world.World, limits: Constraints, confirm: int, done: Constraints,
+                 why: str) -> None:  # fmt: skip
     """Say what was asked of a search that does not take place, and is not done all the same."""
     usual = Constraints()
     names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
     names += ["confirm"] if confirm else []
-    if names:
+    if names and place.rank == 0:
         log.warning("not honoured, as %s: %s", why, ", ".join(names))
 
 
-def _limits(given: Constraints | Mapping[str, Any] | None,
-            precision: Precision | None = None) -> Constraints:  # fmt: skip
-    """What is pinned, in its range; a precision that is asked for beside is the one pinned."""
-    if isinstance(given, Mapping):
-        given = dict(given)
-        if precision is not None and given.setdefault("precision", precision) != precision:
-            raise PlanError(f"{given['precision']!r} is pinned, and {precision!r} asked for",
-                            where="constraints: precision", fix="say one of them")  # fmt: skip
-    limits = Constraints() if given is None else files.checked(given, Constraints, "constraints")
-    if precision is None:
-        return limits
-    return files.checked(msgspec.structs.replace(limits, precision=precision), Constraints,
-                         "precision")  # fmt: skip
+# --- from a plan to training ----------------------------------------------------------------------
 
 
-def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], limits: Constraints,
-          confirm: int, loss_fn: LossFn | None, source: Source) -> None:  # fmt: skip
-    """Trace, measure, search, and take up what was found."""
-    place = parallel.world
+class _Asked(NamedTuple):
+    """What `parallelize` was asked for, beside a plan."""
+
+    limits: Constraints
+    confirm: int
+    loss_fn: LossFn | None
+    source: Callable[[str], Tensor | None]  # values of parameters
+
+
+def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
+             asked: _Asked) -> None:  # fmt: skip
+    """Trace, plan, hand out the parameters, and try the programs that were not made just now."""
     try:
-        traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
-    except TraceError as reason:
-        equal = msgspec.structs.replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
-        if place.rank == 0:
-            done = msgspec.structs.replace(
-                _done_alone(limits), dp=place.size, num_micro_batches=1, recompute=False,
-                precision="float32")  # fmt: skip
-            _tell_unused(limits, confirm, done, "the model cannot be traced")
-        fallback.adopt(parallel, equal, reason, loss_fn, source())
+        traced: Traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
+    except TraceError as error:
+        _untraced(parallel, given, asked, error)
         return
-    limits = _uncoupled(limits, traced, tell=place.rank == 0)
-    buffers = dict(parallel.module.named_buffers())
-    kept = max(KEPT, confirm)
-    found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits, kept)
-    for plan in (found.plan, *(c.plan for c in found.others)) if found.recalled else ():
-        verify.check(plan, traced)
-    if confirm > 0:
-        found = confirmed(parallel, found, confirm, traced, call, tensors)
-    parallel.found = found
-    parallel.adopt(found.plan, traced, call, source())
-    if found.recalled:
+    plan = _find(parallel, call, tensors, traced, asked) if given is None else _complete(
+        parallel.world, given, traced, call.num_rows)  # fmt: skip
+    parallel.adopt(plan, traced, call, asked.source)
+    if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
+    if parallel.world.rank == 0:
+        _tell(plan, traced)
+
+
+def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Asked,
+              error: TraceError) -> None:  # fmt: skip
+    """Replicas of the module as it is, or the reason why not."""
+    if given is not None and any(len(r.stages) + len(r.stages[0].devices) > 2
+                                 for r in given.replicas):  # fmt: skip
+        raise TraceError(
+            error.what, where=error.where,
+            fix=f"{error.fix}; or use a plan of data parallelism only (tp=1, pp=1)",
+        ) from error  # fmt: skip
+    place = parallel.world
+    if given is None:
+        done = replace(_done_alone(asked.limits), dp=place.size, num_micro_batches=1,
+                       recompute=False, precision="float32")  # fmt: skip
+        _tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
+    plan = given or replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
+    fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source)
+
+
+def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
+          asked: _Asked) -> Plan:  # fmt: skip
+    """Measure and search; the best plans are tried if asked for."""
+    place = parallel.world
+    limits = _uncoupled(asked.limits, traced, tell=place.rank == 0)
+    buffers = dict(parallel.module.named_buffers())
+    found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
+                          max(KEPT, asked.confirm))  # fmt: skip
+    for plan in (found.plan, *(choice.plan for choice in found.others)):
+        verify.check(plan, traced)  # what is kept of an earlier run is a file as others are
+    if asked.confirm > 0:
+        found = confirmed(parallel, found, asked.confirm, traced, call, tensors)
+    parallel.found = found
     if place.rank == 0:
         log.info("%s", summary(found))
-        _tell(found.plan, traced)
+    return found.plan
 
 
-def _adopt(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan,
-           loss_fn: LossFn | None, source: Source) -> None:  # fmt: skip
-    """Trace, fit the plan, agree on it, and hand out the parameters."""
-    place, traced = parallel.world, None
+def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) -> Plan:
+    """The plan with everything written down, the same on all ranks."""
     error: AutoparError | None = None
     plan = given
     try:
-        traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
         plan = fit(given, traced.graph)
-        _check_rows(plan, traced)
-        rows = max(1, call.num_rows // plan.num_micro_batches)
+        rows = max(1, num_rows // plan.num_micro_batches)
         plan = shardings.complete(plan, traced, rows)
         verify.check(plan, traced)
-    except TraceError as found:
-        if _is_pure_data(given):
-            fallback.adopt(parallel, given, found, loss_fn, source())
-            return
-        found.fix += "; or use a plan of data parallelism only (tp=1, pp=1)"
-        error = found
     except AutoparError as found:
         error = found
     place.together(error)
-    plan = files.decode(place.agree(files.encode(plan)), Plan)
-    parallel.adopt(plan, cast(Traced, traced), call, source())
-    if given.shardings:
-        verify.probe(parallel, call, tensors)
-    if place.rank == 0:
-        _tell(plan, cast(Traced, traced))
+    return files.decode(place.agree(files.encode(plan)), Plan)
 
 
 def _tell(plan: Plan, traced: Traced) -> None:
@@ -357,30 +372,3 @@ def _tell(plan: Plan, traced: Traced) -> None:
         if not any("S" in text for text in sharding.ops.values()):
             log.warning("%s has no dim that %s devices can share, so each computes all of it",
                         sharding.kind, "x".join(map(str, sharding.mesh)))  # fmt: skip
-
-
-def _check_rows(plan: Plan, traced: Traced) -> None:
-    """Ops that look at several rows at once allow replicas only where we can join them."""
-    coupled = set(traced.graph.coupled)
-    split = plan.num_micro_batches > 1
-    if split and coupled - {"batch_norm"}:
-        raise PlanError(
-            f"{', '.join(sorted(coupled))} looks at several rows of the batch at once, so the "
-            "batch cannot be shared out",
-            where="Plan.replicas", fix="use one replica (dp=1) and num_micro_batches=1",
-        )  # fmt: skip
-
-
-def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
-    """One replica where ops look at several rows at once, whatever was asked for."""
-    coupled = sorted(set(traced.graph.coupled) - {"batch_norm"})
-    if not coupled:
-        return limits
-    if tell and limits.dp not in (None, 1):
-        log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
-                    limits.dp, ", ".join(coupled))  # fmt: skip
-    return msgspec.structs.replace(limits, dp=1)
-
-
-def _is_pure_data(plan: Plan) -> bool:
-    return all(len(r.stages) == 1 and len(r.stages[0].devices) == 1 for r in plan.replicas)

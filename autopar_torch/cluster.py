@@ -50,9 +50,7 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes_per_s: ByteRate
     memory_bytes: Annotated[int, Meta(ge=1, le=2**50)]
     source: Name = "datasheet"
-    efficiency: tuple[
-        tuple[Amount, Share], ...
-    ] = ()  # (FLOPs of a matmul, part of the peak reached)
+    efficiency: tuple[tuple[Amount, Share], ...] = ()  # (FLOPs of a matmul, part of the peak)
     memory_efficiency: Share = 1.0
     launch_s: Latency = 0.0  # least time of an operator
     fixed_bytes: Bytes = 0  # taken before the first tensor
@@ -60,10 +58,7 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.efficiency]
-        refuse(
-            not increase(sizes) or sizes[:1] == [0.0],
-            f"efficiency at {sizes} FLOPs, but these must increase, from above 0",
-        )
+        refuse(not increase([0.0, *sizes]), f"efficiency at {sizes} FLOPs, which must increase")
         names = [name for name, _ in self.peaks]
         refuse(len(set(names)) < len(names), f"peaks of {names}: one is there twice")
 
@@ -104,8 +99,7 @@ class Change(Struct, frozen=True, forbid_unknown_fields=True):
     factor: Factor
 
     def __post_init__(self) -> None:
-        refuse(0 < self.factor < SLOWEST, f"factor {self.factor} of a change, the least is "
-               f"{SLOWEST}", "0 says that it is gone")  # fmt: skip
+        refuse(0 < self.factor < SLOWEST, f"a factor of {self.factor}; say 0 if it is gone")
 
 
 Node = Annotated[tuple[Device, ...], Meta(min_length=1)]
@@ -123,21 +117,12 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         count = self.num_devices
         refuse(not self.nodes or not all(self.nodes), "a cluster without nodes, or an empty node")
-        refuse(
-            bool(self.cores) and len(self.cores) != count,
-            f"{len(self.cores)} cores for {count} devices",
-            "give the core of every rank, or leave them out where no two share one",
-        )
-        for name in {change.name for change in self.changes}:
-            kind, _, number = name.partition(" ")
-            there = {"core": set(map(self.core, range(count))), "link": set(range(len(self.nodes)))}
-            known = sorted(there.get(kind, ()))
-            refuse(
-                not number.isdecimal() or int(number) not in known,
-                f"a change of {name!r}, which this cluster does not have",
-                f"`core n` with n of {_few(there['core'])}, `link n` with a node of "
-                f"{_few(there['link'])}",
-            )
+        refuse(len(self.cores) not in (0, count), f"{len(self.cores)} cores for {count} devices")
+        there = {f"link {node}" for node in range(len(self.nodes))}
+        there |= {f"core {self.core(r)}" for r in range(count)} if self.changes else set()
+        for change in self.changes:
+            refuse(change.name not in there, f"a change of {change.name}, but there are "
+                   f"{len(self.nodes)} nodes (link n) of {count} ranks (core n)")  # fmt: skip
 
     @property
     def num_devices(self) -> int:
@@ -177,11 +162,6 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return "+".join(map(str, sorted(counts.values()))) + f" on {cores}"
 
 
-def _few(numbers: Iterable[int]) -> str:
-    found = sorted(numbers)
-    return ", ".join(map(str, found)) if len(found) < 6 else f"{found[0]} ... {found[-1]}"
-
-
 class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     """A datasheet: one device, how many share a node, what joins them, and where that is from.
 
@@ -195,9 +175,8 @@ class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     across: Link
     inside_reached: Share = 1.0
     across_reached: Share = 1.0
-    overlap: dict[
-        str, Annotated[float, Meta(ge=0.0, le=1.0)]
-    ] = {}  # part of a kind of exchange that hides behind computing
+    # Part of a kind of exchange that hides behind computing.
+    overlap: dict[str, Annotated[float, Meta(ge=0.0, le=1.0)]] = {}
     aliases: tuple[Name, ...] = ()
     sources: dict[str, str] = {}  # number -> the datasheet it is from
     calibrated: dict[str, str] = {}  # number -> what it was fitted on

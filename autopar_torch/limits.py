@@ -5,6 +5,7 @@ Files are checked against these when they are read, and so is what is given in P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
 
@@ -25,15 +26,17 @@ Signed = Annotated[float, Meta(ge=-1e18, le=1e18)]  # bytes more or less than so
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Index = Annotated[int, Meta(ge=0, le=2**31)]
 Rank = Annotated[int, Meta(ge=0, le=2**20)]
-Name = Annotated[str, Meta(max_length=1000)]
+# Without what a terminal obeys instead of showing it.
+_PLAIN = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*\Z"
+Name = Annotated[str, Meta(max_length=1000, pattern=_PLAIN)]
 
 
-def refuse(wrong: bool, what: str, fix: str = "") -> None:
+def refuse(wrong: bool, what: str) -> None:
     """What a noun says of itself when it is made; a file adds where that was."""
     if wrong:
-        raise NounError(f"{what}; {fix}" if fix else what)
+        raise NounError(what)
 
 
-def increase(values: list[float]) -> bool:
+def increase(values: Sequence[float]) -> bool:
     """Whether every number is larger than the one before."""
     return all(a < b for a, b in pairwise(values))

@@ -102,6 +102,11 @@ class ModelGraph(Struct, frozen=True, dict=True):
         return tuple(sorted(found | set(self.couples_rows)))
 
     @property
+    def unjoined(self) -> tuple[str, ...]:
+        """Those of them that replicas cannot do together."""
+        return tuple(op for op in self.coupled if op != "batch_norm")
+
+    @property
     def writes(self) -> tuple[str, ...]:
         """Kinds that change buffers: once a step, so they have one micro-batch."""
         return tuple(name for name, kind in self.kinds.items() if kind.mutates)

@@ -70,12 +70,9 @@ class Cell(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         rows = [piece.rows for piece in self.pieces]
-        refuse(not increase(list(map(float, rows))), f"pieces of {rows} rows, which must increase")
-        for piece in self.pieces:
-            refuse(
-                piece.added_s < -piece.backward_s,
-                f"added_s {piece.added_s} undoes more than the backward_s {piece.backward_s}",
-            )
+        refuse(not increase(rows), f"pieces of {rows} rows, which must increase")
+        refuse(any(piece.added_s < -piece.backward_s for piece in self.pieces),
+               "added_s of a piece undoes more than its backward_s")  # fmt: skip
 
     def at(self, rows: int) -> Piece:
         """The piece for so many rows: measured, else on the line through its neighbours."""
@@ -182,9 +179,8 @@ class Overheads(Struct, frozen=True, forbid_unknown_fields=True):
         return cut or self.copy_s_per_byte
 
 
-Quantiles = Annotated[
-    tuple[Annotated[float, Meta(gt=0.0, le=1e6)], ...], Meta(min_length=1, max_length=10**4)
-]
+Pace = Annotated[float, Meta(gt=0.0, le=1e6)]
+Quantiles = Annotated[tuple[Pace, ...], Meta(min_length=1, max_length=10**4)]
 
 
 class Jitter(Struct, frozen=True, forbid_unknown_fields=True):
@@ -213,12 +209,10 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
 
     def __post_init__(self) -> None:
-        for name, found in (
-            ("cells", [(c.kind, c.sharding) for c in self.cells]),
-            ("curves", [(c.op, c.group) for c in self.curves]),
-        ):
-            twice = next((key for key, n in Counter(found).items() if n > 1), None)
-            refuse(twice is not None, f"{name} has {twice} twice")
+        names = [f"{c.kind} under {c.sharding}" for c in self.cells]
+        names += [f"{c.op} among {c.group}" for c in self.curves]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        refuse(bool(twice), f"cells or curves are there twice: {twice[:3]}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)

@@ -31,7 +31,7 @@ TIMELINE_S, PLANS_PER_S = 0.5, 100_000
 
 def timeline_s(repeats: int) -> list[float]:
     """Of one replica's micro-batches, each of one row."""
-    traced, _ = api._traced(*gpt3_175b(), None, "bfloat16")
+    traced, _ = api._traced(*gpt3_175b(), None, "bfloat16", None)
     plan = ap.Plan.uniform(tp=8, pp=16, dp=8, num_micro_batches=MICRO_BATCHES, precision="bfloat16")
     num_rows = MICRO_BATCHES * 8
     whole, profile = profile_for(plan, traced, num_rows, CLUSTER)

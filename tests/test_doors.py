@@ -101,13 +101,12 @@ def test_an_error_names_the_field_and_what_it_is(tmp_path: Path) -> None:
 
 def test_what_json_leaves_open_is_closed(tmp_path: Path) -> None:
     path, text = tmp_path / "plan.json", files.encode(Plan.uniform()).decode()
-    assert "not UTF-8" in refused(path, Plan, text.encode() + b"\xff")
-    red = text.replace("given by the user", "\\u001b[31m")
-    assert "control character" in refused(path, Plan, red)
-    assert "control character" in refused(path, Plan, text.replace("given", "\\u202e"))
+    refused(path, Plan, text.encode().replace(b"given", b"\xff"))
+    for control in ("\\u001b[31m", "\\u202e", "\u202e"):  # what a terminal obeys
+        assert "at `$.reason`" in refused(path, Plan, text.replace("given by the user", control))
     for bomb in ("[" * 1_000_000, '{"replicas":' * 100_000, '{"a":' + "[" * 100_000):
         refused(path, Plan, bomb)
-    assert "the limit is" in refused(path, Plan, " " * (17 * 2**20))
+    assert "the limit is" in refused(path, Plan, " " * (65 * 2**20))
     path.write_text(text.replace("given by the user", "C:\\\\users\\\\bob"))
     assert load_plan(path).reason == "C:\\users\\bob"  # a backslash is no control character
 
@@ -190,7 +189,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             api.plan(model, inputs, cluster)  # type: ignore[arg-type]
     with pytest.raises(PlanError):
         api.plan("model", inputs, "8xH100")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="axis of one"):
+    with pytest.raises(PlanError, match="axes of at least two"):
         check(Plan.uniform(tp=2, tp_mesh=(1, 2)), 2)
 
 

@@ -40,33 +40,26 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
            kept: int = KEPT) -> Outcome:  # fmt: skip
     """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
     cluster = cluster_of(world)
-    old = cache_path(_fingerprint(traced, call, cluster, limits)).exists()
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
-    with world.doing("searching"):
-        return _found_by_all(traced, call, world, known, limits, kept, old)
-
-
-def _found_by_all(traced: Traced, call: Call, world: World, known: Known, limits: Constraints,
-                  kept: int, old: bool) -> Outcome:  # fmt: skip
-    """Rank 0 searches for all; `old`: from a profile that was kept."""
     error: AutoparError | None = None
     found = None
-    if world.rank == 0:
-        try:
-            asked = (traced.graph, known, call.num_rows, limits, kept)
-            old = old or _answer_path(*asked).exists()
-            found = msgspec.structs.replace(found_before(*asked), recalled=old)
-        except AutoparError as failed:
-            error = failed
-    world.together(error)
-    return files.decode(world.agree(files.encode(found)), Outcome)
+    with world.doing("searching"):
+        if world.rank == 0:
+            try:
+                found = found_before(traced.graph, known, call.num_rows, limits, kept)
+            except AutoparError as failed:
+                error = failed
+        world.together(error)
+        return files.decode(world.agree(files.encode(found)), Outcome)
 
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
                   kept: int) -> Outcome:  # fmt: skip
     """An equal question has an equal answer, which the cache may know."""
-    path = _answer_path(graph, known, num_rows, limits, kept)
+    key = _hashed(files.encode(graph), files.encode(known), files.encode(limits),
+                  f"{num_rows} {kept} {_sources()}".encode())  # fmt: skip
+    path = cache_path(f"plan-{key}")
     found = _load(path, Outcome)
     if found is None:
         found = best(graph, known, num_rows, limits, kept)
@@ -153,19 +146,11 @@ def cache_path(fingerprint: str) -> Path:
     return folder / "autopar_torch" / f"{fingerprint}.json"
 
 
-def _answer_path(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
-                 kept: int) -> Path:  # fmt: skip
-    key = _hashed(files.encode(graph), files.encode(known), files.encode(limits),
-                  f"{num_rows} {kept} {_sources()}".encode())  # fmt: skip
-    return cache_path(f"plan-{key}")
-
-
 def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
     """Equal where a profile may be used again: model, machines, versions, batch, and what of it all
     was looked at: only what some plan within the limits needs is measured."""
-    parts = [files.encode(traced.graph), files.encode(cluster), files.encode(limits),
-             f"{torch.__version__} {call.num_rows} {FORMAT}".encode()]  # fmt: skip
-    return _hashed(*parts, str(torch.version.cuda).encode())
+    rest = f"{torch.__version__} {torch.version.cuda} {call.num_rows} {FORMAT}"
+    return _hashed(*map(files.encode, (traced.graph, cluster, limits)), rest.encode())
 
 
 def _hashed(*parts: bytes) -> str:

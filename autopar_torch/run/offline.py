@@ -35,7 +35,7 @@ def place_of(where: Where) -> Cluster | Known:
                         fix="give a Cluster, a name like 16x8xH100, or a JSON file")  # fmt: skip
     path = Path(where)
     if path.suffix == ".json":
-        measured = b'"options"' in files.read(path, "Cluster")
+        measured = b'"options"' in files.read(path)
         return files.load(path, Known) if measured else files.load(path, Cluster)
     return named(str(where))
 

@@ -32,7 +32,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 @contextlib.contextmanager
 def untouched(device: torch.device, *, python: bool = True) -> Iterator[None]:
     """The generators of torch, and of Python and numpy, are afterwards as they were before."""
-    own = _generators(device)
+    own = generators(device)
     states = [one.get_state() for one in own]
     drawn = (random.getstate(), np.random.get_state()) if python else None
     try:
@@ -45,7 +45,7 @@ def untouched(device: torch.device, *, python: bool = True) -> Iterator[None]:
             np.random.set_state(drawn[1])
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators(device: torch.device) -> list[torch.Generator]:
     return [generator(torch.device(kind)) for kind in dict.fromkeys(("cpu", str(device)))]
 
 
@@ -72,7 +72,7 @@ class OwnNumbers:
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
         self.step += 1
         with untouched(self.device, python=False):
-            for one in _generators(self.device):
+            for one in generators(self.device):
                 one.manual_seed(number)
             yield
 

@@ -56,27 +56,19 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True):
 
 def made_with() -> dict[str, str]:
     """What times depend on beside the machines, and since when they are known."""
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "day": day}
+    return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda),
+            "day": datetime.date.today().isoformat()}  # fmt: skip
 
 
 def tell_stale(known: Known) -> None:
     """Say what has changed since the machines were measured."""
-    now, then = made_with(), known.made_with
+    then, now = known.made_with, made_with()
     told = [f"{name} was {then[name]}, is {now[name]}" for name in ("torch", "cuda")
             if then.get(name, now[name]) != now[name]]  # fmt: skip
-    if _days(then.get("day", now["day"]), now["day"]) > OLD_DAYS:
-        told.append(f"it is of {then['day']}")
+    oldest = (datetime.date.today() - datetime.timedelta(OLD_DAYS)).isoformat()
+    told += [f"it is of {then['day']}"] if then.get("day", oldest) < oldest else []
     if told:
         log.warning("what was measured may be stale: %s; measure again to be sure", ", ".join(told))
-
-
-def _days(then: str, now: str) -> int:
-    try:
-        start, end = map(datetime.date.fromisoformat, (then, now))
-    except ValueError:
-        return OLD_DAYS + 1  # no date: as good as old
-    return (end - start).days
 
 
 def digest(graph: ModelGraph) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import AutoparError, TraceError
 from ..model import ParamInfo
-from ..plan import Precision, check_precision
+from ..plan import Precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
 from ..trace.capture import LossFn, describe_params, user_line
@@ -23,7 +23,6 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
            precision: Precision) -> Tracer:  # fmt: skip
-    check_precision(precision)
     full: dict[str, ParamInfo] = {}  # later the model holds parts of its parameters
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 

@@ -4,7 +4,6 @@ running each of its programs once beside the whole block, on small random number
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, fx
 
 from ..errors import ShardingError
 from ..model import Block, TensorInfo
-from ..plan import Plan, Sharding, Stage
+from ..plan import Plan, Sharding
 from ..shard.allowed import check as check_sharding
 from ..shard.collectives import Axis, run_moves
 from ..shard.layout import WHOLE, Forms, Layouts, parse_forms
@@ -24,12 +23,12 @@ from ..shard.price import moves
 from ..shard.rules import op_name
 from ..trace import Traced
 from ..trace.call import Call
+from .randomness import generators, untouched
 from .shardings import groups, whole_values
 
 if TYPE_CHECKING:
     from .model import ParallelModel, Program
 
-log = logging.getLogger("autopar_torch")
 ROWS = 2  # of a trial
 MOST_BYTES = 2 * 2**30  # of the parameters of a block that is tried whole on every rank
 # Of the size (root of the sum of squares): where a number lies near the kink of a ReLU, another
@@ -50,38 +49,29 @@ def check(plan: Plan, traced: Traced) -> None:
     for number in sorted(used):
         check_sharding(traced.programs[plan.shardings[number].kind], plan.shardings[number])
     for r, replica in enumerate(plan.replicas):
-        held: dict[tuple[tuple[int, ...], str], str] = {}
+        held: dict[tuple[object, str], str] = {}  # of these devices, or in this group of stages
         for group in groups(replica):
+            where = f"Plan.replicas[{r}].stages{group}.shardings"
             stages = [replica.stages[s] for s in group]
-            whole = whole_values(traced.graph, replica, group)
-            _agree(plan, traced, stages, whole, held, f"Plan.replicas[{r}].stages{group}")
+            plain = Forms(*[(WHOLE,) * len(stages[0].axes)] * 2).text
+            held |= {(where, name): plain for name in whole_values(traced.graph, replica, group)}
+            for stage in stages:
+                for index in range(*(stage.blocks or (0, 0))):
+                    block, own = traced.graph.blocks[index], plan.sharding(stage, index)
+                    for slot, name in {**block.inputs, **block.outputs, **block.params}.items():
+                        text = own.forms[slot] if own else plain
+                        _same(held, (where, name), text, block.name, where)
+                        if slot in block.params:
+                            _same(held, (stage.devices, name), text, block.name, where)
 
 
-def _agree(plan: Plan, traced: Traced, stages: Sequence[Stage], whole: frozenset[str],
-           held: dict[tuple[tuple[int, ...], str], str], where: str) -> None:  # fmt: skip
-    """Over stages of one mesh: a value lies one way for all, whole where others see it too, and so
-    does a parameter."""
-    lying: dict[str, str] = {}
-    for stage in stages:
-        nothing: Layouts = (WHOLE,) * len(stage.axes)
-        plain = Forms(nothing, nothing).text
-        for index in range(*(stage.blocks or (0, 0))):
-            block, sharding = traced.graph.blocks[index], plan.sharding(stage, index)
-            for slot, name in {**block.inputs, **block.outputs}.items():
-                text = sharding.forms[slot] if sharding else plain
-                _same(lying.setdefault(name, plain if name in whole else text), text, block, name,
-                      where)  # fmt: skip
-            for slot, name in block.params.items():
-                text = sharding.forms[slot] if sharding else plain
-                first = held.setdefault((stage.devices, name), text)
-                _same(lying.setdefault(name, first), text, block, name, where)
-
-
-def _same(first: str, text: str, block: Block, name: str, where: str) -> None:
-    if text != first:
+def _same(held: dict[tuple[object, str], str], key: tuple[object, str], text: str, block: str,
+          where: str) -> None:  # fmt: skip
+    """A value lies one way for all of a group, a parameter on its devices too."""
+    if (first := held.setdefault(key, text)) != text:
         raise ShardingError(
-            f"{name} lies as {text} in {block.name}, and as {first} for others that share it",
-            where=f"{where}.shardings", fix="leave the shardings out to have them found",
+            f"{key[1]} lies as {text} in {block}, and as {first} for others that share it",
+            where=where, fix="leave the shardings out to have them found",
         )  # fmt: skip
 
 
@@ -103,128 +93,104 @@ def probe(parallel: ParallelModel, call: Call, tensors: Sequence[Tensor]) -> Non
     """Run each program of the plan on its mesh; ranks that see other numbers than whole blocks
     give say so to all. All ranks call it; nothing that trains is changed."""
     buffers = {name: tensor.clone() for name, tensor in parallel.buffers_by_name.items()}
-    failed = ""
-    with torch.random.fork_rng(devices=_cuda(parallel.device)):
+    with untouched(parallel.device, python=False):
         program = parallel._programs[call.key, True][0]
-        for trial in _trials(parallel, program, call, [t.to(parallel.device) for t in tensors]):
-            found = _compared(trial, program.traced.programs[trial.block.kind])
-            failed = failed or found  # the others go on too: every rank runs all
+        found = [  # after one that is wrong the others go on too: every rank runs all
+            _compared(trial, program.traced.programs[trial.block.kind])
+            for trial in _trials(parallel, program, call, tensors)
+        ]
     for name, kept in buffers.items():
         parallel.buffers_by_name[name].copy_(kept)
-    told = next(filter(None, parallel.world.gather(failed)), "")
-    if told:
+    everyone = parallel.world.gather(next(filter(None, found), ""))
+    if told := next(filter(None, everyone), ""):
         raise ShardingError(told, where="Plan.shardings",
                             fix="leave the shardings out to have them found")  # fmt: skip
 
 
-def _cuda(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
-
-
 def _trials(parallel: ParallelModel, program: Program, call: Call,
-            tensors: list[Tensor]) -> Iterator[_Trial]:  # fmt: skip
+            tensors: Sequence[Tensor]) -> Iterator[_Trial]:  # fmt: skip
     """Each sharding of each stage of this rank once, in one order on all ranks of the stage."""
-    whole = program.prologue.for_batch(call, tensors)
+    here = [t.to(parallel.device) for t in tensors]
     rows = min(ROWS, call.num_rows)
-    context = program.prologue.for_rows(call, tensors, whole, 0, rows)
+    whole = program.prologue.for_batch(call, here)
+    context = program.prologue.for_rows(call, here, whole, 0, rows)
     graph = program.traced.graph
     for _, runner in sorted(program.stages.items()):
-        seen: set[int] = set()
-        for index in range(runner.first, runner.last):
-            number, block = runner.stage.sharding(index), graph.blocks[index]
-            if number < 0 or number in seen:
-                continue
-            seen.add(number)
-            size = sum(info.num_bytes(1) for info in graph.kinds[block.kind].params.values())
-            if size > MOST_BYTES:
-                log.info("not tried beside the whole block, as it is too large: %s", block.name)
-                continue
-            yield _Trial(block, parallel.plan.shardings[number], runner.axes, context,
-                         rows, parallel.device)  # fmt: skip
+        blocks = {runner.stage.sharding(b): graph.blocks[b]
+                  for b in reversed(range(runner.first, runner.last))}  # fmt: skip
+        for number, block in sorted(blocks.items()):
+            size = sum(info.num_bytes() for info in graph.kinds[block.kind].params.values())
+            if number >= 0 and size <= MOST_BYTES:
+                yield _Trial(block, parallel.plan.shardings[number], runner.axes,
+                             {slot: context[name] for slot, name in block.context.items()},
+                             rows, parallel.device)  # fmt: skip
 
 
 def _compared(trial: _Trial, graph: fx.Graph) -> str:
     """What is wrong with a program, nothing if it does what the whole block does."""
-    calm, sharding, rows = _calm(graph), trial.sharding, trial.rows
-    names = [node.name for node in calm.find_nodes(op="placeholder")]
+    calm = _calm(graph)
     infos = {node.name: node.meta["info"] for node in calm.find_nodes(op="placeholder")}
-    made = {n: _random(n, infos[n], rows, trial.device)
-            for n in names if n not in trial.block.context}  # fmt: skip
-    forms = {n: parse_forms(text) for n, text in sharding.forms.items()}
+    given = {n: trial.context[n] if n in trial.context else _random(n, info, trial)
+             for n, info in infos.items()}  # fmt: skip
     try:
-        whole = _ran(lower(calm, None, (), rows=rows, device=trial.device), names, made, trial, {})
-        own = _ran(lower(calm, sharding, trial.axes, rows=rows, device=trial.device), names, made,
-                   trial, forms)  # fmt: skip
+        whole, own = _ran(calm, given, trial, None), _ran(calm, given, trial, trial.sharding)
     except RuntimeError as error:
         return f"{_named(trial)}: {error}"
-    limit = COARSE if any(_is_coarse(info) for info in infos.values()) else FINE
+    coarse = any(info.dtype in ("bfloat16", "float16") for info in infos.values())
     floor = NOISE * max((_size(x) for n, x in whole.items() if n.startswith("the")), default=0.0)
     for name, expected in whole.items():
         off = _distance(own[name], expected, floor if name.startswith("the") else 0.0)
-        if not off <= limit:
+        if not off <= (COARSE if coarse else FINE):
             return f"{_named(trial)}: {name} is off by {off:.1e} of its size"
     return ""
-
-
-def _is_coarse(info: TensorInfo) -> bool:
-    return info.dtype in ("bfloat16", "float16")
 
 
 def _named(trial: _Trial) -> str:
     return f"{trial.block.name} ({trial.sharding.kind}) under sharding {trial.sharding.key}"
 
 
-def _ran(module: fx.GraphModule, names: Sequence[str], made: dict[str, Tensor], trial: _Trial,
-         forms: dict[str, Forms]) -> dict[str, Tensor]:  # fmt: skip
+def _ran(graph: fx.Graph, given: dict[str, Any], trial: _Trial,
+         sharding: Sharding | None) -> dict[str, Tensor]:  # fmt: skip
     """Outputs and gradients of a program, brought together to whole ones where it is split."""
-    args: list[Any] = []
-    for name in names:
-        if name in trial.block.context:
-            args.append(trial.context[trial.block.context[name]])
-            continue
-        value = _part(made[name], forms.get(name), trial.axes)
-        args.append(value.clone().requires_grad_(made[name].requires_grad))
-    results = module(*args)
-    found, ends = {}, []
+    axes = trial.axes if sharding else ()
+    plain: Layouts = (WHOLE,) * len(axes)
+    forms = {n: parse_forms(text) for n, text in sharding.forms.items()} if sharding else {}
+
+    def moved(x: Tensor, source: Layouts, target: Layouts) -> Tensor:
+        return run_moves(x.detach(), moves(source, target), axes)
+
+    def form(name: str) -> Forms:
+        return forms.get(name, Forms(plain, plain))
+
+    args = {n: x if n in trial.context
+            else moved(x, plain, form(n).value).clone().requires_grad_(x.requires_grad)
+            for n, x in given.items()}  # fmt: skip
+    for one in generators(trial.device):  # what else is random draws the same in both programs
+        one.manual_seed(0)
+    results = lower(graph, sharding, axes, rows=trial.rows, device=trial.device)(*args.values())
+    found, ends, grads = {}, [], []
     for k, result in enumerate(results):
-        if not isinstance(result, Tensor):
-            continue
-        form = forms.get(f"y{k}")
-        found[f"result {k}"] = _whole(result.detach(), form.value if form else (), trial.axes)
-        if result.requires_grad:
-            full = found[f"result {k}"]
-            grad = _numbers(f"grad of y{k}", full.shape, full.dtype, full.device)
-            lies = Forms(form.grad, form.grad) if form else None
-            ends.append((result, _part(grad, lies, trial.axes)))
+        if isinstance(result, Tensor):
+            found[f"result {k}"] = full = moved(result, form(f"y{k}").value, plain)
+            if result.requires_grad:
+                ends.append(result)
+                grad = _numbers(f"grad of y{k}", full.shape, full.dtype, full.device)
+                grads.append(moved(grad, plain, form(f"y{k}").grad))
     if ends:
-        torch.autograd.backward([y for y, _ in ends], [g for _, g in ends])
-    for name, arg in zip(names, args, strict=True):
-        if name not in trial.block.context and arg.requires_grad:
+        torch.autograd.backward(ends, grads)
+    for name, arg in args.items():
+        if name not in trial.context and arg.requires_grad:
             grad = torch.zeros_like(arg) if arg.grad is None else arg.grad
-            lying = forms[name].grad if name in forms else ()
-            found[f"the gradient of {name}"] = _whole(grad, lying, trial.axes)
+            found[f"the gradient of {name}"] = moved(grad, form(name).grad, plain)
     return found
 
 
-def _part(full: Tensor, form: Forms | None, axes: Sequence[Axis]) -> Tensor:
-    if form is None:
-        return full.detach()
-    start: Layouts = (WHOLE,) * len(axes)
-    return run_moves(full.detach(), moves(start, form.value), axes)
-
-
-def _whole(own: Tensor, layouts: Layouts, axes: Sequence[Axis]) -> Tensor:
-    end: Layouts = (WHOLE,) * len(layouts)
-    return run_moves(own.detach(), moves(layouts, end), axes)
-
-
-def _random(slot: str, info: TensorInfo, rows: int, device: torch.device) -> Tensor:
+def _random(slot: str, info: TensorInfo, trial: _Trial) -> Tensor:
     """The same on all ranks. Vectors are near one: they are norms, scales and variances."""
-    dtype = getattr(torch, info.dtype)
-    shape = info.at(rows)
+    dtype, shape = getattr(torch, info.dtype), info.at(trial.rows)
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.full(shape, dtype == torch.bool, dtype=dtype, device=device)
-    value = _numbers(slot, shape, dtype, device)
+        return torch.full(shape, dtype == torch.bool, dtype=dtype, device=trial.device)
+    value = _numbers(slot, shape, dtype, trial.device)
     if slot.startswith("w_"):
         value = 1 + value / 10 if len(shape) < 2 else value / math.sqrt(max(1, shape[-1]))
     return value.requires_grad_(info.grad)
@@ -236,7 +202,7 @@ def _numbers(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.
 
 
 def _calm(graph: fx.Graph) -> fx.Graph:
-    """The same program without chance: parts of a value draw other numbers than the whole."""
+    """The same program without dropout: parts of a value draw other numbers than the whole."""
     calm = copy.deepcopy(graph)
     for node in calm.nodes:
         place = _DROPS.get(op_name(node)) if node.op == "call_function" else None
@@ -251,8 +217,7 @@ def _distance(value: Tensor, expected: Tensor, floor: float) -> float:
     """Of two tensors, beside their size; what is no number in both is equal."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return math.inf
-    a, b = _real(value), _real(expected)
-    return float((a - b).norm()) / max(_size(expected), floor, 1e-6)
+    return _size(_real(value) - _real(expected)) / max(_size(expected), floor, 1e-6)
 
 
 def _size(x: Tensor) -> float:

@@ -62,9 +62,8 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
     considered: Index
     discarded: dict[str, Index]  # rule -> candidates
     priced: Index  # candidates with borders
-    gap: Annotated[
-        float, Meta(ge=0.0, le=1.0)
-    ]  # 0: proven; else how much faster some plan not looked at could be
+    # 0: proven; else how much faster some plan not looked at could be.
+    gap: Annotated[float, Meta(ge=0.0, le=1.0)]
     seconds: Seconds
 
     @property
@@ -111,7 +110,6 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: Amount
     result: Result
     others: tuple[Choice, ...] = ()
-    recalled: bool = False  # some of it comes from files of an earlier run
     measured: tuple[Seconds, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
