@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 
 from autopar_torch import Plan, files
 from autopar_torch.errors import AutoparError, PlanError, RunError
-from autopar_torch.run import meet, watch
-from autopar_torch.run.standing import IN_CODE, Beat, Call, Member, Standing
+from autopar_torch.run import lookout, meet
+from autopar_torch.run.standing import IN_CODE, Beat, JointCall, Member, Standing
 from autopar_torch.run.world import World, start
 from jobs import Job, free_port
 from ranks import run_ranks
@@ -62,10 +62,12 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
     with Job(3, {"fault": "kill"}) as job:
         (code,) = job.wait(START_S)
         told = headline(job, "rank 2 (pid ")
+        assert {said.rank for said in job.said("TOLD") if "rank 2" in said.text} == {0, 1}, (
+            job.text()
+        )
         assert code == 1 and "is gone: it was killed, or crashed outside of Python" in told
         assert "in forward (call 6)" in told  # where the survivors were
         assert job.after("FAULT", "TOLD", "rank 2") < 5
-        assert {said.rank for said in job.said("TOLD") if "rank 2" in said.text} == {0, 1}
         assert all("rank 2" in said.text for said in job.said("CAUGHT"))
         expect_nothing_left(job)
 
@@ -180,27 +182,30 @@ def test_plain_torchrun_restarts(tmp_path: Path) -> None:
 # --- who is the cause -----------------------------------------------------------------------------
 
 
-def standing(own: Call, others: dict[int, Beat], ends: dict[int, str] | None = None) -> Standing:
+def standing(
+    own: JointCall, others: dict[int, Beat], ends: dict[int, str] | None = None
+) -> Standing:
     members = tuple(Member(r, "here", f"machine {r}", 100 + r) for r in range(3))
-    return Standing(members, members[0], Beat(9, own, own.name, 7, ""), others, ends or {})
+    beats = {r: structs.replace(b, end=(ends or {}).get(r)) for r, b in others.items()}
+    return Standing(members, members[0], Beat(9, own, own.name, 7, ""), beats)
 
 
 def test_calls_that_differ_are_named_though_one_rank_has_gone_on() -> None:
-    own = Call(5, "forward", "clip_grad_norm_")
-    other = Beat(9, Call(6, "forward", "evaluation"), "forward", 7, "")
+    own = JointCall(5, "forward", "clip_grad_norm_")
+    other = Beat(9, JointCall(6, "forward", "evaluation"), "forward", 7, "")
     found = standing(own, {1: other}).elsewhere(3)
     assert found and "call 5 is evaluation and forward" in found.what
-    ahead = structs.replace(other, call=Call(6, "forward", "forward"))
+    ahead = structs.replace(other, call=JointCall(6, "forward", "forward"))
     assert standing(own, {1: ahead}).elsewhere(3) is None  # it may be that only this rank is late
     assert standing(own, {1: structs.replace(other, since_s=1)}).elsewhere(3) is None
     assert standing(own, {1: structs.replace(other, action=IN_CODE)}).elsewhere(3) is None
-    long_ago = structs.replace(other, call=Call(9, "forward", "evaluation"))
+    long_ago = structs.replace(other, call=JointCall(9, "forward", "evaluation"))
     assert standing(own, {1: long_ago}).elsewhere(3) is None
 
 
 def test_an_exception_is_told_before_an_end_and_an_end_only_of_who_did_less() -> None:
-    call = Call(5, "forward", "forward")
-    same, less = (Beat(9, c, IN_CODE, 1, "") for c in (call, Call(4, "forward", "forward")))
+    call = JointCall(5, "forward", "forward")
+    same, less = (Beat(9, c, IN_CODE, 1, "") for c in (call, JointCall(4, "forward", "forward")))
     assert standing(call, {1: same}, {1: ""}).gone() is None
     found = standing(call, {1: less, 2: same}, {1: "", 2: "ValueError: no"}).gone()
     assert found and "rank 2 (pid 102 on host here) stopped: ValueError: no" in found.what
@@ -209,7 +214,7 @@ def test_an_exception_is_told_before_an_end_and_an_end_only_of_who_did_less() ->
 
 
 def test_silence_is_that_no_beat_has_come() -> None:
-    call = Call(5, "forward", "forward")
+    call = JointCall(5, "forward", "forward")
     one, two = (Beat(count, call, "forward", 1, "train.py:7") for count in (1, 2))
     assert standing(call, {1: two, 2: two}).silent({1: one, 2: one}, 60) is None
     found = standing(call, {1: two, 2: one}).silent({1: one, 2: one}, 60)
@@ -307,4 +312,4 @@ def test_bad_settings_are_refused(place: int, monkeypatch: pytest.MonkeyPatch) -
             meet.meet(0, 2)
         monkeypatch.setenv("AUTOPAR_TIMEOUT_S", text)
         with pytest.raises(RunError, match="AUTOPAR_TIMEOUT_S"):
-            watch.watching(0, 1, 60)
+            lookout.watching(0, 1, 60)
