@@ -72,13 +72,17 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
         expect_nothing_left(job)
 
 
-def test_a_rank_that_is_stopped_is_named_after_the_limit() -> None:
-    with Job(2, {"fault": "stop"}, how="hand", limit_s=4) as job:
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "why"), [
+    ("stop", "its process is stopped (SIGSTOP)"), ("hold", "its Python does not run"),
+])  # fmt: skip
+def test_a_rank_that_stands_still_is_named_after_the_limit(fault: str, why: str) -> None:
+    with Job(2, {"fault": fault}, how="hand", limit_s=5) as job:
         job.until("CAUGHT", START_S)
         told = headline(job, "rank 1 (pid ")
-        assert "its process is stopped (SIGSTOP)" in told
+        assert why in told
         assert "shard/collectives.py" in told and "faulty.py" in told  # stacks
-        assert 3 < job.after("FAULT", "CAUGHT", "rank 1") < 8
+        assert 4 < job.after("FAULT", "CAUGHT", "rank 1") < 9
 
 
 def test_long_work_is_warned_of_and_a_call_of_one_rank_alone_is_named() -> None:
@@ -127,14 +131,6 @@ def test_signals_to_autopar_run_leave_nothing(plan: str, signum: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_whose_python_is_held_is_named() -> None:
-    with Job(2, {"fault": "hold"}, how="hand", limit_s=6) as job:
-        job.until("CAUGHT", START_S)
-        assert "its Python does not run" in headline(job, "rank 1 (pid ")
-        assert 5 < job.after("FAULT", "CAUGHT", "rank 1") < 10
-
-
-@pytest.mark.slow
 def test_an_exception_of_one_rank_is_what_the_others_tell(plan: str) -> None:
     with Job(2, {"fault": "raise"}, how="autopar", launcher=["--plan", plan]) as job:
         assert job.wait(START_S) == [6]
@@ -146,20 +142,15 @@ def test_an_exception_of_one_rank_is_what_the_others_tell(plan: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["crash", "abort"])
-def test_a_crash_in_c_is_named(fault: str) -> None:
+@pytest.mark.parametrize(("fault", "told"), [
+    ("crash", "crashed outside of Python"), ("abort", "crashed outside of Python"),
+    ("leave", "has come to the end of its script"),
+])  # fmt: skip
+def test_a_crash_in_c_and_an_early_end_are_named(fault: str, told: str) -> None:
     with Job(2, {"fault": fault}) as job:
         assert job.wait(START_S) == [1]
-        assert "crashed outside of Python" in headline(job, "rank 1 (pid ")
+        assert told in headline(job, "rank 1 (pid ")
         assert job.after("FAULT", "TOLD", "rank 1") < 5
-        expect_nothing_left(job)
-
-
-@pytest.mark.slow
-def test_a_rank_whose_script_ends_early_is_named() -> None:
-    with Job(2, {"fault": "leave"}) as job:
-        assert job.wait(START_S) == [1]
-        assert "same number of batches" in headline(job, "has come to the end of its script")
         expect_nothing_left(job)
 
 

@@ -39,24 +39,25 @@ def meet(rank: int, size: int) -> Any:
     """A store for this attempt alone. An agent of torchrun keeps one store over all restarts, and
     what the ranks that died left there would lead the new ones astray."""
     limit_s = seconds("AUTOPAR_START_S", LIMIT_S)
-    place, where = _place(), f"rank {rank} on host {socket.gethostname()}"
+    host, port = _address()
+    place, where = f"{host}:{port}", f"rank {rank} on host {socket.gethostname()}"
     try:
-        store = _store(*place, rank, limit_s)
+        store = _store(host, port, rank, limit_s)
         attempt, absent = _answer(store, rank, limit_s) if rank else _call(store, size, limit_s)
     except RuntimeError as error:
-        raise RunError(f"nobody listens at {_text(place)}, where the ranks were to meet: {error}",
+        raise RunError(f"nobody listens at {place}, where the ranks were to meet: {error}",
                        where=where, fix="see whether rank 0 runs there and whether a firewall lets "
                        "this machine in; AUTOPAR_START_S says how long to wait",
                        ) from error  # fmt: skip
     if absent:
-        raise RunError(f"rank(s) {', '.join(absent)} of {size} did not come to {_text(place)}",
+        raise RunError(f"rank(s) {', '.join(absent)} of {size} did not come to {place}",
                        where=where, fix="see the end of their logs, and whether as many were "
                        "started as WORLD_SIZE says; AUTOPAR_START_S says how long to wait",
                        )  # fmt: skip
     return PrefixStore(f"{ROOM}/{attempt}", store)
 
 
-def _place() -> tuple[str, int]:
+def _address() -> tuple[str, int]:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise RunError(f"ranks cannot meet at {host or '?'}:{port or '?'}",
@@ -85,13 +86,9 @@ def listen(port: int, host: str = HERE) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
-        raise RunError(f"another program listens at {_text((host or HERE, port))}, where the ranks "
-                       "were to meet", where="rank 0", fix="end it, or give another MASTER_PORT",
+        raise RunError(f"another program listens at {host or HERE}:{port}, where the ranks were to "
+                       "meet", where="rank 0", fix="end it, or give another MASTER_PORT",
                        ) from error  # fmt: skip
-
-
-def _text(place: tuple[str, int]) -> str:
-    return "{}:{}".format(*place)
 
 
 def _call(store: Any, size: int, limit_s: float) -> tuple[str, list[str]]:

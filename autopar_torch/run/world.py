@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 def start() -> tuple[int, int]:
     """(rank, world size); joins the processes that torchrun started, if any."""
-    if not dist.is_available():
-        return 0, 1
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _join()
     if not dist.is_initialized():
