@@ -85,7 +85,8 @@ class Word:
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
         self._listen()
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(before=self._hold, after_in_parent=self._release,
+                            after_in_child=self._forget)  # fmt: skip
 
     def _failed(self, kind: type[BaseException], error: BaseException,
                 trace: TracebackType | None) -> None:  # fmt: skip
@@ -97,7 +98,7 @@ class Word:
     def _finished(self) -> None:
         if os.getpid() == self.pid:
             self.ended("")
-            _forget()
+            _ignore()
 
     # torchrun ends the others 0.1 s after a rank died, and a main thread that computes would learn
     # of neither. The pipe wakes the watch in any case.
@@ -117,6 +118,19 @@ class Word:
         ready = select.select([self.pipe[0]], [], [], within_s)[0]
         return bool(ready) and signal.SIGTERM in os.read(self.pipe[0], 64) and _is_ours()
 
+    # A child of this process is no rank: its signals are its own from the first moment, though it
+    # begins with this pipe and handler.
+
+    def _hold(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def _forget(self) -> None:
+        _ignore()
+        self._release()
+
     def wake(self) -> None:
         """End the wait of whoever is in `comes`."""
         os.write(self.pipe[1], b"\0")
@@ -130,8 +144,7 @@ def _is_ours() -> bool:
     return signal.getsignal(signal.SIGTERM) is _noticed
 
 
-def _forget() -> None:
-    """A child of this process is no rank: its signals are its own."""
+def _ignore() -> None:
     if _is_ours():
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

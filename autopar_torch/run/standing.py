@@ -108,8 +108,10 @@ class Standing(Struct, frozen=True):
         for member in self.members:
             if (member.rank not in {self.own.rank, *ends}
                     and self.own.state(member) in ("Z", "X")):  # fmt: skip
-                return Verdict(f"{member} is gone: it was killed, or crashed outside of Python; "
-                               f"{self._last(member.rank)}",
+                # it may have ended and the store with it, where its last beat was
+                why = "it was killed, or crashed outside of Python" if self.beats else (
+                    "it was killed, crashed or ended early")  # fmt: skip
+                return Verdict(f"{member} is gone: {why}; {self._last(member.rank)}",
                                "see the end of its log, and the system's (lack of memory ends in a "
                                "SIGKILL); start again from the last checkpoint")  # fmt: skip
         for rank in ends:
