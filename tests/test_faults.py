@@ -271,18 +271,18 @@ def test_ranks_that_do_not_come_are_named_by_those_that_did(place: int) -> None:
         assert f"rank(s) 1, 3 of 4 did not come to 127.0.0.1:{place}" in str(found[rank])
 
 
-def test_where_nobody_listens_the_address_is_named(place: int) -> None:
+def test_where_ranks_cannot_meet_the_address_and_the_cause_are_named(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = met([1], 2)
-    assert f"nobody listens at 127.0.0.1:{place}" in str(found[1]) and "fix:" in str(found[1])
-
-
-def test_a_port_that_is_taken_is_named(place: int) -> None:
-    taken = meet.listen(place)
-    try:
-        with pytest.raises(RunError, match=f"another program listens at 127.0.0.1:{place}"):
-            meet.meet(0, 2)
-    finally:
-        taken.close()
+    assert f"the ranks cannot meet at 127.0.0.1:{place}: " in str(found[1])
+    assert "refused" in str(found[1]) and "fix:" in str(found[1])
+    with meet.listen(place):
+        for local in ("1", "2"):  # several nodes, one
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+            with pytest.raises(RunError, match=f"cannot meet at 127.0.0.1:{place}: .*in use"):
+                meet.meet(0, 2)
 
 
 def test_attempts_that_share_a_store_do_not_see_each_other(

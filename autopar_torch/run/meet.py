@@ -44,11 +44,11 @@ def meet(rank: int, size: int) -> Any:
     try:
         store = _store(host, port, rank, limit_s)
         attempt, absent = _answer(store, rank, limit_s) if rank else _call(store, size, limit_s)
-    except RuntimeError as error:
-        raise RunError(f"nobody listens at {place}, where the ranks were to meet: {error}",
-                       where=where, fix="see whether rank 0 runs there and whether a firewall lets "
-                       "this machine in; AUTOPAR_START_S says how long to wait",
-                       ) from error  # fmt: skip
+    except (OSError, RuntimeError) as error:
+        raise RunError(f"the ranks cannot meet at {place}: {str(error).splitlines()[0]}",
+                       where=where, fix="see whether rank 0 runs there, no other program listens "
+                       "there, and a firewall lets this machine in; AUTOPAR_START_S says how long "
+                       "to wait") from error  # fmt: skip
     if absent:
         raise RunError(f"rank(s) {', '.join(absent)} of {size} did not come to {place}",
                        where=where, fix="see the end of their logs, and whether as many were "
@@ -60,7 +60,7 @@ def meet(rank: int, size: int) -> Any:
 def _address() -> tuple[str, int]:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RunError(f"ranks cannot meet at {host or '?'}:{port or '?'}",
+        raise RunError(f"the ranks cannot meet at {host or '?'}:{port or '?'}",
                        where="MASTER_ADDR, MASTER_PORT",
                        fix="start with torchrun, which sets them")  # fmt: skip
     return HERE if one_node() and not _by_agent() else host, int(port)
@@ -74,21 +74,27 @@ def _store(host: str, port: int, rank: int, limit_s: float) -> Any:
     """The store of torchrun's agent; without one, that of rank 0."""
     patience = timedelta(seconds=max(1.0, limit_s))
     if rank or _by_agent():
+        _reach(host, port, time.monotonic() + limit_s)
         return TCPStore(host, port, is_master=False, timeout=patience)
+    fd = listen(port).detach() if one_node() else None
     return TCPStore(host, port, is_master=True, timeout=patience, wait_for_workers=False,
-                    master_listen_fd=listen(port, HERE if one_node() else "").detach())  # fmt: skip
+                    master_listen_fd=fd)  # fmt: skip
 
 
-def listen(port: int, host: str = HERE) -> socket.socket:
-    """A socket that others reach only where they are to ("": from everywhere)."""
-    both = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
-    except OSError as error:
-        raise RunError(f"another program listens at {host or HERE}:{port}, where the ranks were to "
-                       "meet", where="rank 0", fix="end it, or give another MASTER_PORT",
-                       ) from error  # fmt: skip
+def _reach(host: str, port: int, deadline: float) -> None:
+    """Wait until somebody listens there: a store would not say what is in the way."""
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(10 * POLL_S)
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that only this machine reaches (what a store opens itself listens to the world)."""
+    return socket.create_server((HERE, port), backlog=1024)
 
 
 def _call(store: Any, size: int, limit_s: float) -> tuple[str, list[str]]:

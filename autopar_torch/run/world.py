@@ -30,9 +30,7 @@ def start() -> tuple[int, int]:
     """(rank, world size); joins the processes that torchrun started, if any."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _join()
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _join() -> None:
