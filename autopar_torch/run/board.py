@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -13,66 +12,48 @@ from .. import files
 from .standing import Beat, Member, Verdict
 
 log = logging.getLogger("autopar_torch")
-MOST_SAID = 500  # characters of an exception
-T = TypeVar("T")
 
 
 class Board:
     """A client of its own, so nobody waits behind the process groups. The store may end before this
     rank, with the rank that keeps it: then nothing is known of the others any more (`lost`)."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         default: Any = dist.distributed_c10d._get_default_store()
-        self.rank, self.lost = rank, False
+        self.rank, self.size, self.lost = rank, size, False
         self.store = cast(Any, PrefixStore)("watch", default.clone())
 
-    def meet(self, own: Member, size: int) -> tuple[Member, ...]:
+    def meet(self, own: Member) -> tuple[Member, ...]:
         """Everyone's place. All ranks have met before, so nobody waits long."""
         self.store.set(f"member/{own.rank}", files.encode(own))
-        found = self.store.multi_get([f"member/{r}" for r in range(size)])
+        found = self.store.multi_get([f"member/{r}" for r in range(self.size)])
         return tuple(files.decode(bytes(data), Member) for data in found)
 
     def write(self, beat: Beat) -> None:
-        self._try(lambda: self.store.set(f"beat/{self.rank}", files.encode(beat)), None)
+        self._ask("set", f"beat/{self.rank}", files.encode(beat))
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """What these ranks wrote last."""
-        found: list[Any] = self._try(lambda: self.store.multi_get([f"beat/{r}" for r in ranks]), [])
+    def beats(self) -> dict[int, Beat]:
+        """What the others wrote last."""
+        ranks = [r for r in range(self.size) if r != self.rank]
+        found = self._ask("multi_get", [f"beat/{r}" for r in ranks]) or []
         return {r: files.decode(bytes(b), Beat) for r, b in zip(ranks, found, strict=False)}
-
-    def end(self, text: str) -> None:
-        """Leave word of how this rank ended ("": as scripts do)."""
-        line = f"{self.rank} {' '.join(text.split())[:MOST_SAID]}\n"
-        self._try(lambda: self.store.append("ended", line), None)
-
-    def ends(self) -> dict[int, str]:
-        """What was left by those that ended, the first word of each."""
-        found: dict[int, str] = {}
-        for line in self._read("ended").decode(errors="replace").splitlines():
-            rank, _, text = line.partition(" ")
-            found.setdefault(int(rank), text)
-        return found
 
     def verdict(self) -> Verdict | None:
         """What a rank found out."""
-        data = self._read("verdict")
+        data = self._ask("compare_set", "verdict", "", "")
         return files.decode(data, Verdict) if data else None
 
     def publish(self, verdict: Verdict) -> Verdict:
         """All ranks tell the same: the first that was found."""
         data = files.encode(verdict)
-        first = self._try(lambda: self.store.compare_set("verdict", "", data.decode()), data)
-        return files.decode(first, Verdict)
+        first = self._ask("compare_set", "verdict", "", data.decode())
+        return files.decode(first or data, Verdict)
 
-    def _read(self, key: str) -> bytes:
-        """b"" if nobody wrote it."""
-        there = lambda: self.store.get(key) if self.store.check([key]) else b""  # noqa: E731
-        return self._try(there, b"")
-
-    def _try(self, ask: Callable[[], T], otherwise: T) -> T:
+    def _ask(self, what: str, *told: Any) -> Any:
+        """What the store answers; None once it is gone."""
         try:
-            return otherwise if self.lost else ask()
+            return None if self.lost else getattr(self.store, what)(*told)
         except RuntimeError as error:
             log.debug("the store is gone, and nothing is known of other ranks: %s", error)
             self.lost = True
-            return otherwise
+            return None

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -77,19 +76,17 @@ def give_up(status: int = STATUS) -> None:
 
 
 class Word:
-    """Has this rank say how it ended: by an exception, by the end of its script, or by SIGTERM."""
+    """Has this rank say how it ended, by an exception or the end of its script; notices SIGTERM."""
 
-    def __init__(self, ended: Callable[[str], None], told: Callable[[BaseException], None],
-                 terminated: Callable[[], None]) -> None:  # fmt: skip
-        self.ended, self.told, self.terminated = ended, told, terminated
-        self.pid = os.getpid()
-        self.hook = sys.excepthook
-        sys.excepthook = self._failed
+    def __init__(self, ended: Callable[[str], None], told: Callable[[BaseException], None]) -> None:
+        self.ended, self.told, self.pid = ended, told, os.getpid()
+        self.hook, sys.excepthook = sys.excepthook, self._failed
         atexit.register(self._finished)
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
         self._listen()
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(before=self._hold, after_in_parent=self._release,
+                            after_in_child=self._forget)  # fmt: skip
 
     def _failed(self, kind: type[BaseException], error: BaseException,
                 trace: TracebackType | None) -> None:  # fmt: skip
@@ -101,7 +98,7 @@ class Word:
     def _finished(self) -> None:
         if os.getpid() == self.pid:
             self.ended("")
-            self._forget()
+            _ignore()
 
     # torchrun ends the others 0.1 s after a rank died, and a main thread that computes would learn
     # of neither. The pipe wakes the watch in any case.
@@ -111,39 +108,54 @@ class Word:
         mine = threading.current_thread() is threading.main_thread()
         if mine and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             other = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
-            if other != -1:
-                signal.set_wakeup_fd(other)
+            if other == -1:
+                signal.signal(signal.SIGTERM, _noticed)
             else:
-                signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, *_: Any) -> None:
-        self.terminated()
+                signal.set_wakeup_fd(other)
 
     def comes(self, within_s: float) -> bool:
         """Wait; whether this rank was told to end, and nobody else sees to it."""
         ready = select.select([self.pipe[0]], [], [], within_s)[0]
-        return bool(ready) and signal.SIGTERM in os.read(self.pipe[0], 64) and self._handles()
+        return bool(ready) and signal.SIGTERM in os.read(self.pipe[0], 64) and _is_ours()
 
-    def _handles(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
+    # A child of this process is no rank: its signals are its own from the first moment, though it
+    # begins with this pipe and handler.
+
+    def _hold(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def _forget(self) -> None:
+        _ignore()
+        self._release()
 
     def wake(self) -> None:
         """End the wait of whoever is in `comes`."""
         os.write(self.pipe[1], b"\0")
 
-    def _forget(self) -> None:
-        """A child of this process is no rank: its signals are its own."""
-        if self._handles():
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+def _noticed(*_: object) -> None:
+    """A handler, so that the pipe gets its byte; who reads it ends this rank."""
+
+
+def _is_ours() -> bool:
+    return signal.getsignal(signal.SIGTERM) is _noticed
+
+
+def _ignore() -> None:
+    if _is_ours():
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _record(error: BaseException) -> None:
     """The file from which torchrun's summary takes a traceback."""
-    if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:
             raise error
-        except Exception:  # it writes down what is being handled
+        except BaseException:  # it writes down what is being handled
             get_error_handler().record_exception(error)

@@ -4,11 +4,8 @@ to other machines."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -24,16 +21,16 @@ def launch(arguments: Sequence[str]) -> None:
     """Run what `torchrun` runs with these arguments; RunError if a rank failed. A signal that ends
     it comes out as SystemExit, after the ranks have ended."""
     options = parse_args(list(arguments))
-    store = _meeting_here(options) if _one_node(options) else None
-    with _logs(options):
+    _store = _meeting_here(options) if _one_node(options) else None  # kept until the end
+    # torchrun leaves its folder of error files behind
+    with TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as logs:
+        options.log_dir = options.log_dir or logs
         try:
             run(options)
         except SignalException as signal:
             sys.exit(128 + signal.sigval)
         except ChildFailedError as failure:
             raise RunError(f"a rank failed\n{failure}", fix="see the first failure") from None
-        finally:
-            del store
 
 
 def _one_node(options: Any) -> bool:
@@ -53,16 +50,3 @@ def _meeting_here(options: Any) -> Any:
     options.master_addr, options.master_port = HERE, place.getsockname()[1]
     return TCPStore(HERE, options.master_port, is_master=True, multi_tenant=True,
                     wait_for_workers=False, master_listen_fd=place.detach())  # fmt: skip
-
-
-@contextmanager
-def _logs(options: Any) -> Iterator[None]:
-    """torchrun leaves its folder of error files behind; ours goes."""
-    if options.log_dir:
-        yield
-        return
-    options.log_dir = mkdtemp(prefix="autopar-")
-    try:
-        yield
-    finally:
-        rmtree(Path(options.log_dir), ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -16,17 +16,18 @@ HELD = "its Python does not run (held by code in C?), or its machine is away"
 LIBRARIES = (f"{os.sep}autopar_torch{os.sep}", f"{os.sep}torch{os.sep}", "<",
              f"{os.sep}contextlib.py", f"{os.sep}threading.py")  # fmt: skip
 MOST_NAMED = 4
+MORE_TIME = 'AUTOPAR_TIMEOUT_S or guards={"timeout_s": ...} allow more time'
 
 
-class Call(Struct, frozen=True):
+class JointCall(Struct, frozen=True):
     """A call that all ranks make together, counted, and the one before."""
 
     number: int
     name: str
     before: str = ""
 
-    def then(self, name: str) -> Call:
-        return Call(self.number + 1, name, self.name)
+    def then(self, name: str) -> JointCall:
+        return JointCall(self.number + 1, name, self.name)
 
     def name_of(self, number: int) -> str:
         """What the call with this number was; "" if that is not known any more."""
@@ -40,18 +41,14 @@ class Beat(Struct, frozen=True):
     """What a rank does, as it says once a second."""
 
     count: int
-    call: Call
+    call: JointCall
     action: str
     since_s: float
     line: str  # of the script
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is in a call, and not in the script."""
-        return self.action != IN_CODE
+    end: str | None = None  # the exception with which it ended, "" at the end of its script
 
     def __str__(self) -> str:
-        place = f"in {self.call}" if self.waits else f"{IN_CODE} after {self.call}"
+        place = f"in {self.call}" if self.action != IN_CODE else f"{IN_CODE} after {self.call}"
         action = "" if self.action in (self.call.name, IN_CODE) else f" at {self.action}"
         since = f" for {self.since_s:.0f} s" if self.since_s >= 1 else ""
         return f"{place}{action}{since}" + (f", {self.line}" if self.line else "")
@@ -101,40 +98,33 @@ class Standing(Struct, frozen=True):
     members: tuple[Member, ...]
     own: Member
     doing: Beat
-    beats: Mapping[int, Beat]  # of the others
-    ends: Mapping[int, str]  # rank -> with which exception it ended ("": none)
-
-    def others(self) -> Iterable[Member]:
-        return (m for m in self.members if m.rank != self.own.rank)
+    beats: Mapping[int, Beat]  # of the others; none once the store is gone
 
     def gone(self) -> Verdict | None:
         """A rank that failed, whose process is no more, or whose script has ended."""
-        for rank in (r for r, text in self.ends.items() if text):
-            return Verdict(f"{self.members[rank]} stopped: {self.ends[rank]}", "see its traceback")
-        for member in self.others():
-            if member.rank not in self.ends and self.own.state(member) in ("Z", "X"):
-                return Verdict(
-                    f"{member} is gone: it was killed, or crashed outside of Python; "
-                    f"{self._last(member)}",
-                    "see the end of its log, and the system's (a kill by SIGKILL is often for lack "
-                    "of memory); start again from the last checkpoint",
-                )
-        for rank in self.ends:
+        ends = {rank: beat.end for rank, beat in self.beats.items() if beat.end is not None}
+        for rank in (r for r, text in ends.items() if text):
+            return Verdict(f"{self.members[rank]} stopped: {ends[rank]}", "see its traceback")
+        for member in self.members:
+            if (member.rank not in {self.own.rank, *ends}
+                    and self.own.state(member) in ("Z", "X")):  # fmt: skip
+                # it may have ended and the store with it, where its last beat was
+                why = "it was killed, or crashed outside of Python" if self.beats else (
+                    "it was killed, crashed or ended early")  # fmt: skip
+                return Verdict(f"{member} is gone: {why}; {self._last(member.rank)}",
+                               "see the end of its log, and the system's (lack of memory ends in a "
+                               "SIGKILL); start again from the last checkpoint")  # fmt: skip
+        for rank in ends:
             # it made fewer calls: what this one waits for will not come
-            if rank in self.beats and self.beats[rank].call.number < self.doing.call.number:
-                return Verdict(
-                    f"{self.members[rank]} has come to the end of its script while others go on; "
-                    f"{self._last(self.members[rank])}",
-                    "give every rank the same number of batches, and make calls of the model on "
-                    "every rank",
-                )
+            if self.beats[rank].call.number < self.doing.call.number:
+                return Verdict(f"{self.members[rank]} has come to the end of its script while "
+                               f"others go on; {self._last(rank)}",
+                               "give every rank the same number of batches, and make calls of the "
+                               "model on every rank")  # fmt: skip
         return None
 
-    def _last(self, member: Member) -> str:
-        beat = self.beats.get(member.rank)
-        return (
-            f"its last sign of life (one a second): {beat}" if beat else "it gave no sign of life"
-        )
+    def _last(self, rank: int) -> str:
+        return f"its last sign of life (one a second): {self.beats.get(rank, 'unknown')}"
 
     def elsewhere(self, since_s: float) -> Verdict | None:
         """A rank that has stood in another call than this one, though all make the same."""
@@ -142,14 +132,12 @@ class Standing(Struct, frozen=True):
         for rank, beat in self.beats.items():
             number = min(own.call.number, beat.call.number)
             names = {own.call.name_of(number), beat.call.name_of(number)} - {""}
-            if len(names) > 1 and beat.waits and beat.since_s >= since_s:
+            if len(names) > 1 and beat.action != IN_CODE and beat.since_s >= since_s:
                 both = " and ".join(sorted(names))
-                return Verdict(
-                    f"ranks wait for each other in different calls: {self.own} is {own}; "
-                    f"{self.members[rank]} is {beat}; call {number} is {both}",
-                    f"call {both} on every rank, in the same order (only writing files and "
-                    "printing may be for rank 0 alone)",
-                )
+                return Verdict(f"ranks wait for each other in different calls: {self.own} is {own};"
+                               f" {self.members[rank]} is {beat}; call {number} is {both}",
+                               f"call {both} on every rank, in the same order (only writing files "
+                               "and printing may be for rank 0 alone)")  # fmt: skip
         return None
 
     def silent(self, before: Mapping[int, Beat], waited_s: float) -> Verdict | None:
@@ -158,22 +146,18 @@ class Standing(Struct, frozen=True):
             if rank in before and before[rank].count == beat.count:
                 member = self.members[rank]
                 why = STOPPED if self.own.state(member) in ("T", "t") else HELD
-                return Verdict(
-                    f"{member} has given no sign of life, while this rank waited {waited_s:.0f} s: "
-                    f"{why}; {self._last(member)}",
-                    "look at that process (py-spy dump --pid); AUTOPAR_TIMEOUT_S or "
-                    'guards={"timeout_s": ...} allow more time',
-                )
+                what = f"{member} has given no sign of life, while this rank waited {waited_s:.0f}"
+                return Verdict(f"{what} s: {why}; {self._last(rank)}",
+                               f"see where it is (py-spy dump --pid); {MORE_TIME}")  # fmt: skip
         return None
 
     def slow(self, waited_s: float) -> Verdict:
         """All are alive: those in the script, or which made fewer calls, are waited for."""
         number = self.doing.call.number
-        behind = [r for r, b in self.beats.items() if b.call.number < number or not b.waits]
+        behind = [r for r, b in self.beats.items() if b.call.number < number or b.action == IN_CODE]
         named = [f"{self.members[r]} is {self.beats[r]}" for r in behind or self.beats]
         return Verdict(f"nothing has come for {waited_s:.0f} s; {'; '.join(named[:MOST_NAMED])}",
-                       "make calls of the model on every rank; AUTOPAR_TIMEOUT_S or "
-                       'guards={"timeout_s": ...} allow more time')  # fmt: skip
+                       f"make calls of the model on every rank; {MORE_TIME}")  # fmt: skip
 
 
 BROKEN = Verdict("a connection to another rank broke, and all ranks that can be seen are alive",

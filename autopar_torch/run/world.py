@@ -19,8 +19,8 @@ from ..plan import Stage
 from ..shard.collectives import Axis, arrive
 from ..shard.holdings import axis_ranks, place_in
 from . import ending, heap, transport
+from .lookout import PATIENCE, watching
 from .meet import meet, one_node
-from .watch import PATIENCE, watching
 
 TIMEOUT_S = 1800.0  # of process groups: the watch ends a wait long before
 T = TypeVar("T")
@@ -28,13 +28,9 @@ T = TypeVar("T")
 
 def start() -> tuple[int, int]:
     """(rank, world size); joins the processes that torchrun started, if any."""
-    if not dist.is_available():
-        return 0, 1
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _join()
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _join() -> None:
@@ -133,26 +129,18 @@ class World:
             axes.append(self.axis(ranks) or Axis(None, parts, place[i], ranks))
         return axes
 
-    def mesh_stage(self, mesh: tuple[int, ...]) -> Stage | None:
-        """The neighbours that this rank forms such a mesh with, if there are enough."""
-        count = math.prod(mesh)
-        start = self.rank // count * count
-        devices = tuple(range(start, start + count))
-        return Stage(devices, mesh=mesh) if start + count <= self.size else None
-
     def make_mesh_groups(self, meshes: Iterable[tuple[int, ...]]) -> None:
         """Groups for meshes of neighbours, everywhere; every rank must call this."""
         for mesh in meshes:
-            count = math.prod(mesh)
-            for start in range(0, self.size - count + 1, count):
-                stage = Stage(tuple(range(start, start + count)), mesh=mesh)
+            for start in range(0, self.size - math.prod(mesh) + 1, math.prod(mesh)):
+                stage = _neighbours(mesh, start)
                 self.make_groups(axis_ranks(stage, rank, axis) for rank in stage.devices
                                  for axis in range(len(mesh)))  # fmt: skip
 
     def mesh_axes(self, mesh: tuple[int, ...]) -> list[Axis] | None:
         """This rank's axes on a mesh of neighbours; None where they are too few."""
-        stage = self.mesh_stage(mesh)
-        return self.tensor_axes(stage) if stage else None
+        stage = _neighbours(mesh, self.rank - self.rank % math.prod(mesh))
+        return self.tensor_axes(stage) if stage.devices[-1] < self.size else None
 
     def gather(self, value: T) -> list[T]:
         """Everyone's value, in rank order."""
@@ -168,7 +156,7 @@ class World:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.words)
-        longest = int(max(lengths))
+        longest = max(1, int(max(lengths)))
         mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.words)
@@ -189,28 +177,26 @@ class World:
         """What to wait for until x is its sum over all ranks."""
         return [dist.all_reduce(x, group=group, async_op=True)] if self.size > 1 else []
 
-    def agree(self, data: bytes, source: int = 0) -> bytes:
-        """One rank's bytes on every rank."""
+    def agree(self, data: bytes) -> bytes:
+        """The bytes of rank 0 on every rank."""
         if self.size == 1:
             return data
-        length = torch.tensor([len(data)], dtype=torch.int64, device=device())
-        dist.broadcast(length, source)
-        buffer = torch.zeros(int(length), dtype=torch.uint8, device=device())
-        if self.rank == source:
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self.words)
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, source)
-        return bytes(buffer.cpu().numpy())
+        dist.broadcast(buffer, 0, group=self.words)
+        return bytes(buffer.numpy())
 
     def together(self, error: Exception | None) -> None:
         """Raise on every rank what went wrong on any, before anyone waits for the others."""
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
-        first = torch.tensor([self.size if error is None else self.rank], device=device())
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        source = int(first)
-        if source < self.size:
-            told = self.agree(f"{type(error).__name__}: {error}".encode(), source).decode()
-            raise error or RunError(f"rank {source} refused to go on: {told}",
-                                    where=f"rank {self.rank}")  # fmt: skip
+        own = f"{type(error).__name__}: {error}" if error else ""
+        for rank, told in enumerate(self.exchange(own.encode())):
+            if told:
+                raise error or RunError(f"rank {rank} refused to go on: {told.decode()}",
+                                        where=f"rank {self.rank}")  # fmt: skip
+
+
+def _neighbours(mesh: tuple[int, ...], start: int) -> Stage:
+    return Stage(tuple(range(start, start + math.prod(mesh))), mesh=mesh)

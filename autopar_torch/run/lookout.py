@@ -13,38 +13,40 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 
 from ..errors import RunError
 from . import ending
 from .board import Board
-from .standing import BROKEN, IN_CODE, Beat, Call, Member, Standing, Verdict, line_of
+from .meet import seconds
+from .standing import BROKEN, IN_CODE, Beat, JointCall, Member, Standing, Verdict, line_of
 
 log = logging.getLogger("autopar_torch")
 BEAT_S = 1.0
-FIRST_LOOK_S = 5.0
+FIRST_LOOK = 1 / 16  # of the limit; then the distance doubles up to a quarter
 SILENT_S = 3.0  # after a connection broke
 PATIENCE = 10  # limits: as long may a rank be busy that is alive
 LONG_S = 1800.0  # the limit of what takes long, and says so itself
 LONG = ("tracing", "measuring", "searching")
 GRACE_S = 5.0
+MOST_SAID = 500  # characters of an exception
 RAW = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|"
                  "recvvalue|sendbytes", re.IGNORECASE)  # fmt: skip
 
 
-class Watch:
+class Lookout:
     """What this rank does, and what becomes of the others."""
 
     def __init__(self, rank: int, size: int, limit_s: float) -> None:
-        self.rank, self.limit_s = rank, limit_s
-        self.call = Call(0, "the start")
+        self.limit_s = limit_s
+        self.call = JointCall(0, "the start")
         self.action: object = IN_CODE  # set by the main thread, anything with a name
         self.verdict: Verdict | None = None
         self.members: tuple[Member, ...] = ()
         if size > 1:
-            self._begin(size)
+            self._begin(rank, size)
 
     # --- the main thread ------------------------------------------------------------------------
 
@@ -65,40 +67,25 @@ class Watch:
             self.action = before
 
     def explained(self) -> RunError:
-        """Why a connection broke. It is also logged at once: whoever started the ranks soon ends
-        those that are left."""
-        verdict = self.verdict
-        first, deadline = self._standing().beats, time.monotonic() + SILENT_S
-        while verdict is None:
-            standing = self._standing()
-            verdict = self.board.verdict() or standing.gone()
-            if verdict is None and time.monotonic() > deadline:
-                verdict = standing.silent(first, SILENT_S) or BROKEN
-            time.sleep(0 if verdict else 0.05)
-        verdict = self.board.publish(verdict)
-        error = RunError(verdict.what, where=self._place(), fix=verdict.fix)
-        if self.verdict is None:
-            self.verdict = verdict
-            log.error("%s", error)
-        return error
-
-    def _place(self) -> str:
-        return f"{self.own}, {self._beat()}"
+        """Why a connection broke."""
+        first, deadline, found = self._standing().beats, time.monotonic() + SILENT_S, self.verdict
+        while found is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            found = self.verdict or self._cause(self._standing())
+        return self._tell(found or self._standing().silent(first, SILENT_S) or BROKEN)
 
     # --- the thread -----------------------------------------------------------------------------
 
-    def _begin(self, size: int) -> None:
-        self.next_look_s, self.warned = 0.0, False
-        self.group, self.board = dist.group.WORLD, Board(self.rank)
-        self.main, self.parent = threading.main_thread().ident, os.getppid()
+    def _begin(self, rank: int, size: int) -> None:
+        self.group, self.board, self.own = dist.group.WORLD, Board(rank, size), Member.here(rank)
+        self.main, self.parent = threading.main_thread().ident or 0, os.getppid()
         self.count = 0
-        self._changed()
+        self.end: str | None = None
+        self.seen: tuple[JointCall, object] | None = None
+        self.telling, self.stopped = threading.Lock(), False
         self._write()
-        self.own = Member.here(self.rank)
-        self.members = self.board.meet(self.own, size)
-        self.ends = threading.RLock()
-        self.word = ending.Word(self._ended, self._told, self._terminated)
-        self.stopped = False
+        self.members = self.board.meet(self.own)
+        self.word = ending.Word(self._ended, self._told)
         self.thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
         self.thread.start()
 
@@ -109,7 +96,8 @@ class Watch:
                 self._terminated()
             self._check_launcher()
             if not self.board.lost and dist.group.WORLD is self.group:
-                self._turn()
+                self._write()
+                self._turn(time.monotonic() - self.changed_at)
 
     def _check_launcher(self) -> None:
         """torchrun has to be killed hard to leave its ranks behind; then nobody would end them."""
@@ -118,44 +106,38 @@ class Watch:
             log.error("%s ends, as what started it (pid %d) is gone", self.own, self.parent)
             ending.give_up()
 
-    def _turn(self) -> None:
-        self._write()
-        if self.action is IN_CODE or self.verdict is not None:
-            return
-        waited_s = time.monotonic() - self.changed_at
-        if waited_s >= (self.next_look_s or min(FIRST_LOOK_S, self.limit_s / 2)):
-            self.next_look_s = (min(2 * waited_s, self.limit_s) if waited_s < self.limit_s
-                                else waited_s + max(BEAT_S, self.limit_s / 4))  # fmt: skip
-            verdict = self._look(waited_s)
-            if verdict is not None:
-                self._end(verdict)
-
-    def _changed(self) -> None:
-        self.seen, self.changed_at = (self.call, self.action), time.monotonic()
-        self.next_look_s, self.warned = 0.0, False
-        self.first_beats: dict[int, Beat] = {}
-
     def _write(self) -> None:
         if (self.call, self.action) != self.seen:
-            self._changed()
+            self.seen, self.changed_at = (self.call, self.action), time.monotonic()
+            self.next_look_s, self.warned = self.limit_s * FIRST_LOOK, False
+            self.first_beats: Mapping[int, Beat] = {}
         self.count += 1
         self.board.write(self._beat())
 
     def _beat(self) -> Beat:
-        call, action = self.call, self.action
-        since_s = time.monotonic() - self.changed_at if (call, action) == self.seen else 0.0
-        frame = sys._current_frames().get(self.main or 0)
-        return Beat(self.count, call, str(action), since_s, line_of(frame))
+        now = (self.call, self.action)
+        since_s = time.monotonic() - self.changed_at if now == self.seen else 0.0
+        line = line_of(sys._current_frames().get(self.main))
+        return Beat(self.count, now[0], str(now[1]), since_s, line, self.end)
 
     def _standing(self) -> Standing:
-        beats = self.board.beats([m.rank for m in self.members if m.rank != self.rank])
-        return Standing(self.members, self.own, self._beat(), beats, self.board.ends())
+        return Standing(self.members, self.own, self._beat(), self.board.beats())
+
+    def _cause(self, standing: Standing) -> Verdict | None:
+        return self.board.verdict() or standing.gone()
+
+    def _turn(self, waited_s: float) -> None:
+        busy = self.action is IN_CODE or self.verdict is not None
+        if not busy and waited_s >= self.next_look_s:
+            self.next_look_s += min(self.next_look_s, self.limit_s / 4)
+            found = self._look(waited_s)
+            if found is not None:
+                self._end(found)
 
     def _look(self, waited_s: float) -> Verdict | None:
         standing = self._standing()
-        self.first_beats = self.first_beats or dict(standing.beats)
-        found = (self.board.verdict() or standing.gone()
-                 or standing.elsewhere(min(FIRST_LOOK_S, self.limit_s) / 2))  # fmt: skip
+        self.first_beats = self.first_beats or standing.beats
+        found = self._cause(standing) or standing.elsewhere(self.limit_s * FIRST_LOOK)
         if found is None and waited_s >= self.limit_s:
             found = standing.silent(self.first_beats, waited_s)
         limit_s = max(self.limit_s, LONG_S) if str(self.action) in LONG else self.limit_s
@@ -166,16 +148,26 @@ class Watch:
             return slow
         if not self.warned:
             self.warned = True
-            log.warning("%s waits: %s (an error after %.0f s)", self._place(), slow.what,
-                        PATIENCE * limit_s)  # fmt: skip
+            log.warning("%s, %s waits: %s (an error after %.0f s)", self.own, standing.doing,
+                        slow.what, PATIENCE * limit_s)  # fmt: skip
         return None
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _end(self, verdict: Verdict) -> None:
+    def _tell(self, found: Verdict) -> RunError:
+        """The error that all ranks tell. It is logged at once: whoever started the ranks soon ends
+        those that are left."""
+        with self.telling:  # to its end, before a SIGTERM is obeyed
+            verdict = self.board.publish(found)
+            error = RunError(verdict.what, where=f"{self.own}, {self._beat()}", fix=verdict.fix)
+            if self.verdict is None:
+                log.error("%s", error)
+            self.verdict = verdict
+        return error
+
+    def _end(self, found: Verdict) -> None:
         """Say why, and wake the main thread; if it does not wake, end without it."""
-        self.verdict = verdict = self.board.publish(verdict)
-        log.error("%s", RunError(verdict.what, where=self._place(), fix=verdict.fix))
+        self._tell(found)
         ending.show_stacks()
         ending.cut()
         deadline = time.monotonic() + GRACE_S
@@ -187,8 +179,9 @@ class Watch:
 
     def _ended(self, text: str) -> None:
         """Leave word of how this rank ended."""
+        if self.end is None:
+            self.end = " ".join(text.split())[:MOST_SAID]
         self._write()
-        self.board.end(text)
         if not text:  # Python ends: a thread that is in C++ then would have it abort
             self.stopped = True
             self.word.wake()
@@ -203,34 +196,22 @@ class Watch:
 
     def _terminated(self) -> None:
         """SIGTERM: mostly since another rank died."""
-        with self.ends:
-            if self.verdict is None:
-                found = self.board.verdict() or self._standing().gone()
-                what = f"{found.what}\n  fix:   {found.fix}" if found else "told to end (SIGTERM)"
-                log.error("%s\n  where: %s", what, self._place())
-            ending.give_up(143)
+        found = self.verdict or self._cause(self._standing())
+        if found is None:
+            log.error("told to end (SIGTERM)\n  where: %s, %s", self.own, self._beat())
+        else:
+            self._tell(found)
+        ending.give_up(143)
 
 
-_current: Watch | None = None
+_current: Lookout | None = None
 
 
-def watching(rank: int, size: int, limit_s: float) -> Watch:
-    """The watch of this process: one, however many models it trains."""
+def watching(rank: int, size: int, limit_s: float) -> Lookout:
+    """The lookout of this process: one, however many models it trains."""
     global _current
-    limit_s = _limit_s(limit_s)
+    limit_s = seconds("AUTOPAR_TIMEOUT_S", limit_s)
     if _current is None or (size > 1 and getattr(_current, "group", None) is not dist.group.WORLD):
-        _current = Watch(rank, size, limit_s)
+        _current = Lookout(rank, size, limit_s)
     _current.limit_s = limit_s
     return _current
-
-
-def _limit_s(asked_s: float) -> float:
-    text = os.environ.get("AUTOPAR_TIMEOUT_S", "")
-    try:
-        limit_s = float(text or asked_s)
-    except ValueError:
-        limit_s = 0.0
-    if not 0 < limit_s < 1e6:
-        raise RunError(f"{text!r} is no number of seconds", where="AUTOPAR_TIMEOUT_S",
-                       fix="set it to the seconds that ranks may wait, like 60")  # fmt: skip
-    return limit_s
