@@ -15,8 +15,8 @@ PACKAGE = "autopar_torch"
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 NOUNS = {
-    "model", "cluster", "profile", "plan", "timeline", "schedule", "guards", "errors", "files",
-    "limits",
+    "model", "cluster", "profile", "plan", "timeline", "schedule", "proof", "guards", "errors",
+    "files", "limits",
 }  # fmt: skip
 SHARD = NOUNS | {"shard"}
 TRACE = SHARD | {"trace"}

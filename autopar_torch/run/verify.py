@@ -27,7 +27,8 @@ from ..trace.call import Call
 from .shardings import groups, whole_values
 
 if TYPE_CHECKING:
-    from .model import ParallelModel, Program
+    from .model import ParallelModel
+    from .program import Program
 
 log = logging.getLogger("autopar_torch")
 ROWS = 2  # of a trial
