@@ -111,17 +111,16 @@ def _same(value: Any) -> bool:
     return all(other == everyone[0] for other in everyone)
 
 
-def _refused(call: Callable[[], object], *words: str) -> str:
-    """What a RunError says, which has all of these words, within 10 s on every rank; else why not.
-    All ranks must raise, and can go on together."""
+def _refuses(call: Callable[[], object], *words: str) -> None:
+    """A RunError that says all of these words, within 10 s on every rank; all can go on then."""
     start, said = time.monotonic(), "nothing"
     try:
         call()
     except RunError as error:
         said = str(error)
-    wrong = [word for word in words if word not in said]
     late = time.monotonic() - start > 10
-    return next(filter(None, _everyone(f"{wrong} not in: {said}" if wrong or late else "")), "")
+    everyone = _everyone("" if all(word in said for word in words) and not late else said)
+    assert not any(everyone), (words, everyone)
 
 
 class _Lines(logging.Handler):
@@ -209,21 +208,19 @@ def claim_shuffled_epochs_are_those_of_one_process() -> None:
 
 
 def claim_generators_stay_the_users() -> None:
-    model: Any
     batch = {"idx": torch.arange(64).view(4, 16) % 61, "targets": torch.ones(4, 16).long()}
-    for kind in (_Text, _Untraced):
-        for degrees in (DP2, PP2, TP2) if kind is _Text else (DP2,):
-            module, before = kind(0.1), _states()
-            model = _parallel(module, degrees)
-            for train in (True, True, False, True):
-                model.train(train)
-                loss = model(**batch)
-                if train:
-                    loss.backward()
-            if kind is _Untraced:  # forward draws as Python, on all ranks alike
-                assert _same(_states())
-            else:
-                assert _states() == before, degrees
+    for kind, degrees in ((_Text, DP2), (_Text, PP2), (_Text, TP2), (_Untraced, DP2)):
+        module, before = kind(0.1), _states()
+        model = _parallel(module, degrees)
+        for train in (True, True, False, True):
+            model.train(train)
+            loss = model(**batch)
+            if train:
+                loss.backward()
+        if kind is _Untraced:  # forward draws as Python, on all ranks alike
+            assert _same(_states())
+        else:
+            assert _states() == before, degrees
 
 
 def claim_dropout_is_drawn_by_step_replica_and_part() -> None:
@@ -234,16 +231,16 @@ def claim_dropout_is_drawn_by_step_replica_and_part() -> None:
         for _ in range(4):
             out = model(x=x)
             out.loss.backward()
-            gradient = torch.zeros(64) if degrees is TP2 else model.module.weight.grad.clone()
             if degrees is not TP2:  # backward, which may compute again, sees the same numbers
+                gradient = model.module.weight.grad
                 assert torch.allclose(gradient, out.y.sum(0) / out.y.numel()), degrees
             model.zero_grad()
             seen.append(out.y)
             assert _same(out.y.tolist()), degrees
         masks = torch.stack(seen) > 0
         assert abs(float(torch.stack(seen).mean()) - 1.0) < 0.1, degrees
-        halves = [*masks[0].split(4), *masks[1].split(4)] if degrees is not TP2 else [
-            *masks[0].split(32, 1), *masks[1].split(32, 1)]  # fmt: skip
+        half = (32, 1) if degrees is TP2 else (4, 0)
+        halves = [part for mask in masks[:2] for part in mask.split(*half)]
         for i, a in enumerate(halves):
             for b in halves[:i]:
                 assert 0.3 < float((a == b).float().mean()) < 0.7, degrees
@@ -283,26 +280,25 @@ def claim_ranks_that_are_called_otherwise_are_told() -> None:
     rank, good = dist.get_rank(), _windows()
     fewer = {name: value[:4] for name, value in good.items()}
     flipped = {name: value.flip(0) for name, value in good.items()}
-    odd: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-        "rows": (fewer, ("rows: rank 0: 8; rank 1: 4", "DistributedSampler")),
-        "values": ({**good, "idx": good["idx"] + 1}, ("values of idx", "a seed per rank")),
-        "order": (flipped, ("values of idx", "values of targets", "shuffle")),
-        "names": ({"idx": good["idx"]}, ("arguments: rank 0: idx, targets; rank 1: idx",)),
-        "types": ({**good, "targets": good["targets"].int()}, ("shape of targets", "int32")),
-        "nothing": ({}, ("arguments", "rank 1: the batch holds no tensor")),
-        "plain": ({**good, "scale": 2.0}, ("scale: rank 0: none; rank 1: 2.0",)),
-    }
+    odd: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        (fewer, ("rows: rank 0: 8; rank 1: 4", "DistributedSampler")),
+        ({**good, "idx": good["idx"] + 1}, ("values of idx", "a seed per rank")),
+        (flipped, ("values of idx", "values of targets", "shuffle")),
+        ({"idx": good["idx"]}, ("arguments: rank 0: idx, targets; rank 1: idx",)),
+        ({**good, "targets": good["targets"].int()}, ("shape of targets", "int32")),
+        ({}, ("arguments", "rank 1: the batch holds no tensor")),
+        ({**good, "scale": 2.0}, ("scale: rank 0: none; rank 1: 2.0",)),
+    ]
     for degrees in PLANS:
         model = _parallel(_Text(0.1), degrees)
-        for first in (True, False):
-            for name, (batch, words) in odd.items():
+        for _ in range(2):
+            for batch, words in odd:
                 call = partial(model, **(batch if rank else good))
-                wrong = _refused(call, *words, 'guards={"batches": False}')
-                assert not wrong, (degrees, first, name, wrong)
+                _refuses(call, *words, 'guards={"batches": False}')
             assert _same(float(model(**good))), degrees
             model.same_batch.num_calls = 0  # values are compared once more
         model.train(rank == 0)
-        assert not (wrong := _refused(partial(model, **good), "training: rank 0: True")), wrong
+        _refuses(partial(model, **good), "training: rank 0: True")
 
 
 def claim_values_are_compared_sparsely_later() -> None:
@@ -316,7 +312,7 @@ def claim_values_are_compared_sparsely_later() -> None:
     loose(**good)
     loose(**other)
     model.same_batch.num_calls = 99
-    assert not (wrong := _refused(lambda: model(**other), "call 100 of the model")), wrong
+    _refuses(partial(model, **other), "call 100 of the model")
 
 
 def claim_numbers_without_order_or_address_are_no_difference() -> None:
@@ -370,8 +366,7 @@ def claim_a_flipped_bit_is_found() -> None:
         if rank == 1:
             model.store.held[name].part.data.view(torch.int32).view(-1)[3] ^= 1
         words = f"before step 6 {name}", "rank 0: ", "rank 1: ", "drift_every"
-        wrong = _refused(partial(step, **_windows()), *words)
-        assert not wrong, (degrees, wrong)
+        _refuses(partial(step, **_windows()), *words)
 
 
 def _on_both(model: Any) -> list[str]:
@@ -389,7 +384,7 @@ def claim_a_weight_tied_over_stages_may_not_drift() -> None:
     assert len(tied) == 1
     if dist.get_rank() == 1:
         model.store.held[tied[0]].part.data[2, 2] += 1e-6
-    assert not (wrong := _refused(lambda: model(**batch), f"before step 2 {tied[0]}")), wrong
+    _refuses(partial(model, **batch), f"before step 2 {tied[0]}")
 
 
 # --- ranks that are not started alike -------------------------------------------------------------
@@ -409,14 +404,12 @@ def claim_ranks_that_are_started_otherwise_are_told() -> None:
     ]  # fmt: skip
     usual = {"model": nn.Linear(4, 4), "plan": plan}
     for options, words in odd:
-        wrong = _refused(partial(ap.parallelize, **{**usual, **options}), *words)
-        assert not wrong, (options, wrong)
+        _refuses(partial(ap.parallelize, **{**usual, **options}), *words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPAR_CACHE", str(rank))  # only rank 0's is read
         ap.parallelize(**usual)
         patch.setenv("AUTOPAR_TRIED", str(rank))
-        wrong = _refused(partial(ap.parallelize, **usual), "AUTOPAR_TRIED: rank 0: 0; rank 1: 1")
-        assert not wrong, wrong
+        _refuses(partial(ap.parallelize, **usual), "AUTOPAR_TRIED: rank 0: 0; rank 1: 1")
 
 
 def search_with_trials(folder: str) -> list[bool]:
