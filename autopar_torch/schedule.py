@@ -2,15 +2,15 @@
 
 A *position* is one device group of the pipeline; it may hold several virtual stages. `build` plays
 the pipeline with unit times, each kind of schedule being one rule that says when an action may
-start. So a list comes from a run that finished: it cannot deadlock. `check` proves the same of any
-list, whoever wrote it.
+start. So a list comes from a run that finished: it cannot deadlock. `proof.py` shows the same
+of any list, whoever wrote it.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,8 +44,8 @@ _ENDS = {
     Op.SEND_B: (-1, Op.RECV_B),
     Op.RECV_B: (+1, Op.SEND_B),
 }
-_SENDS = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}
-_RECEIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+SENDS = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}
+RECEIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
 _UNIT_TIME = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 _TEXT = re.compile(rf"([0-9]+)({'|'.join(sorted(Op, key=len, reverse=True))})([0-9]*)")
 
@@ -105,7 +105,7 @@ class Schedule:
     @classmethod
     def parse(cls, text: str, position_of: Sequence[int]) -> Schedule:
         """Read the text form; positions without a line have nothing to do."""
-        lines, count = text.splitlines(), _num_positions(position_of)
+        lines, count = text.splitlines(), num_positions(position_of)
         if len(lines) > count:
             raise ScheduleError(f"{len(lines)} lines of actions for {count} positions")
         lines += [""] * (count - len(lines))
@@ -113,7 +113,7 @@ class Schedule:
         return cls(tuple(lanes), tuple(position_of))
 
 
-def _num_positions(position_of: Sequence[int]) -> int:
+def num_positions(position_of: Sequence[int]) -> int:
     count = max(position_of, default=-1) + 1
     if not count or set(position_of) != set(range(count)):
         raise ScheduleError(
@@ -132,7 +132,7 @@ class _Progress:
     def __init__(self, position_of: Sequence[int], num_micro_batches: int, ops: tuple[Op, ...]):
         self.num_micro_batches, self.ops = num_micro_batches, ops
         self.position_of = position_of
-        self.stages: list[list[int]] = [[] for _ in range(_num_positions(position_of))]
+        self.stages: list[list[int]] = [[] for _ in range(num_positions(position_of))]
         for stage, position in enumerate(position_of):
             self.stages[position].append(stage)
         self.hops = _hops_to_end(position_of)
@@ -239,7 +239,7 @@ def _built(
     name: str, position_of: tuple[int, ...], num_micro_batches: int, backward: bool
 ) -> Schedule:
     played = order(name, position_of, num_micro_batches, backward)
-    compute: list[list[Action]] = [[] for _ in range(_num_positions(position_of))]
+    compute: list[list[Action]] = [[] for _ in range(num_positions(position_of))]
     for action in played:
         compute[position_of[action.stage]].append(action)
     lanes = _insert_transfers(compute, position_of)
@@ -307,7 +307,7 @@ def _hurry(played: list[Action], position_of: Sequence[int]) -> list[Action]:
     found: list[Action] = []
     for index, action in enumerate(played):
         drains = index > last[position_of[action.stage]]
-        halves = drains and _transfer(action, _SENDS, position_of)
+        halves = drains and transfer(action, SENDS, position_of)
         found += [action._replace(op=op) for op in (Op.I, Op.W)] if halves else [action]
     return found
 
@@ -322,7 +322,7 @@ def _insert_transfers(
         lanes.append([])
         for index, action in enumerate(lane):
             lanes[-1] += due[position, index]
-            lanes[-1] += [action, *_transfer(action, _SENDS, position_of)]
+            lanes[-1] += [action, *transfer(action, SENDS, position_of)]
     return lanes
 
 
@@ -338,8 +338,8 @@ def _receives_due(
     channels: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for position, lane in enumerate(compute):
         for index, action in enumerate(lane):
-            needed |= dict.fromkeys(_transfer(action, _RECEIVES, position_of), index)
-            for send in _transfer(action, _SENDS, position_of):
+            needed |= dict.fromkeys(transfer(action, RECEIVES, position_of), index)
+            for send in transfer(action, SENDS, position_of):
                 receive = send.other_end()
                 channels[position, position_of[receive.stage]].append(receive)
     due: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -351,149 +351,11 @@ def _receives_due(
     return due
 
 
-def _transfer(action: Action, ops: dict[Op, Op], position_of: Sequence[int]) -> list[Action]:
+def transfer(action: Action, ops: dict[Op, Op], position_of: Sequence[int]) -> list[Action]:
     """The send or receive beside a compute action: none at the ends or within a position."""
     if action.op not in ops:
         return []
-    transfer = action._replace(op=ops[action.op])
-    peer = transfer.other_end().stage
+    beside = action._replace(op=ops[action.op])
+    peer = beside.other_end().stage
     inside = 0 <= peer < len(position_of)
-    return [transfer] if inside and position_of[peer] != position_of[action.stage] else []
-
-
-# --- check ----------------------------------------------------------------------------------------
-
-
-def check(schedule: Schedule, num_micro_batches: int) -> None:
-    """Raise a ScheduleError unless every position can run its list to the end, and rightly."""
-    if len(schedule.actions) != _num_positions(schedule.position_of):
-        raise ScheduleError(f"{len(schedule.actions)} lists of actions for other positions")
-    _check_complete(schedule, num_micro_batches)
-    _check_progress(schedule)
-    _check_channels(schedule)
-
-
-def _check_complete(schedule: Schedule, num_micro_batches: int) -> None:
-    expected = _expected(schedule, num_micro_batches)
-    for position, lane in enumerate(schedule.actions):
-        found, where = Counter(lane), f"position {position}"
-        for action in found:
-            if expected.get(action) != position:
-                raise ScheduleError(f"{action} does not belong here", where=where)
-            if found[action] > 1:
-                raise ScheduleError(f"{action} is there {found[action]} times", where=where)
-        for action, home in expected.items():
-            if home == position and action not in found:
-                raise ScheduleError(f"{action} is missing", where=where)
-
-
-def _expected(schedule: Schedule, num_micro_batches: int) -> dict[Action, int]:
-    """Every action of a complete schedule -> its position.
-
-    The lists say themselves whether they train, and which backwards they split in two.
-    """
-    found = {action for lane in schedule.actions for action in lane}
-    trains = any(action.op in (Op.B, Op.I, Op.W, Op.REDUCE) for action in found)
-    expected: dict[Action, int] = {}
-    places = schedule.position_of
-    for stage, position in enumerate(places):
-        for micro_batch in range(num_micro_batches):
-            halves = [Action(stage, op, micro_batch) for op in (Op.I, Op.W)]
-            backward = halves if found & set(halves) else [Action(stage, Op.B, micro_batch)]
-            for action in (Action(stage, Op.F, micro_batch), *(backward if trains else [])):
-                receive, send = (_transfer(action, ops, places) for ops in (_RECEIVES, _SENDS))
-                expected |= dict.fromkeys([*receive, action, *send], position)
-        expected |= {Action(stage, Op.REDUCE): position} if trains else {}
-    return expected
-
-
-def _check_progress(schedule: Schedule) -> None:
-    """Run the lists: a receive waits for its send, anything else must find what it needs."""
-    done: set[Action] = set()
-    next_index = [0] * len(schedule.actions)
-    moved = True
-    while moved:
-        moved = False
-        for position, lane in enumerate(schedule.actions):
-            while next_index[position] < len(lane):
-                action = lane[next_index[position]]
-                if missing := _needs(action, schedule) - done:
-                    if action.op in (Op.RECV_F, Op.RECV_B):
-                        break
-                    what = f"{action} comes before {min(missing)}, which it needs"
-                    raise ScheduleError(what, where=f"position {position}")
-                done |= _effects(action)
-                next_index[position] += 1
-                moved = True
-    if any(index < len(lane) for index, lane in zip(next_index, schedule.actions, strict=True)):
-        raise ScheduleError(f"deadlock: no position can go on\n{_grid(schedule, next_index)}")
-
-
-def _effects(action: Action) -> set[Action]:
-    """A whole backward counts as both its halves, so that needs speak of halves only."""
-    halves = (Op.I, Op.W) if action.op is Op.B else (action.op,)
-    return {action._replace(op=op) for op in halves}
-
-
-def _needs(action: Action, schedule: Schedule) -> set[Action]:
-    """What must have been done first; only a receive needs something of another position."""
-    stage, op, micro_batch = action
-    if op in (Op.RECV_F, Op.RECV_B):
-        return {action.other_end()}
-    if op is Op.REDUCE:
-        lane = schedule.actions[schedule.position_of[stage]]
-        ends = (a for a in lane if a.stage == stage and a.op in (Op.B, Op.W))
-        return {a._replace(op=Op.W) for a in ends}
-    if op in (Op.SEND_F, Op.SEND_B, Op.W):
-        return {Action(stage, Op.F if op is Op.SEND_F else Op.I, micro_batch)}
-    before = {Action(stage, Op.F, micro_batch)} if op is not Op.F else set()
-    return before | _input_of(action, schedule.position_of)
-
-
-def _input_of(action: Action, position_of: Sequence[int]) -> set[Action]:
-    """What brings a compute action its input: a receive, a neighbour here, or nothing."""
-    if received := _transfer(action, _RECEIVES, position_of):
-        return set(received)
-    op, step = (Op.F, -1) if action.op is Op.F else (Op.I, +1)
-    neighbour = Action(action.stage + step, op, action.micro_batch)
-    return {neighbour} if 0 <= neighbour.stage < len(position_of) else set()
-
-
-def _grid(schedule: Schedule, next_index: list[int]) -> str:
-    """One line per position: what it would do next, and what it waits for."""
-    lines = []
-    for position, (index, lane) in enumerate(zip(next_index, schedule.actions, strict=True)):
-        line = f"  position {position}: " + (", ".join(map(str, lane[index : index + 4])) or "done")
-        if index < len(lane):
-            line += f"  <-- stuck, waits for {lane[index].other_end()}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _check_channels(schedule: Schedule) -> None:
-    """NCCL pairs the sends and receives between two positions by their order alone."""
-    sends = _channels(schedule, (Op.SEND_F, Op.SEND_B))
-    receives = _channels(schedule, (Op.RECV_F, Op.RECV_B))
-    for (source, target), sent in sends.items():
-        for send, receive in zip(sent, receives[target, source], strict=True):
-            if send.other_end() != receive:
-                what = f"{send} is sent where {receive} is received"
-                raise ScheduleError(what, where=f"position {source} to position {target}")
-
-
-def _channels(schedule: Schedule, ops: tuple[Op, ...]) -> dict[tuple[int, int], list[Action]]:
-    """(position, the other one) -> its transfers of those kinds, in order."""
-    channels: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for position, lane in enumerate(schedule.actions):
-        for action in (action for action in lane if action.op in ops):
-            channels[position, schedule.position_of[action.other_end().stage]].append(action)
-    return channels
-
-
-def num_in_flight(schedule: Schedule, position: int) -> int:
-    """Peak number of forwards here whose backward (its W, when split) is still to come."""
-    peak = now = 0
-    for action in schedule.actions[position]:
-        now += (action.op is Op.F) - (action.op in (Op.B, Op.W))
-        peak = max(peak, now)
-    return peak
+    return [beside] if inside and position_of[peer] != position_of[action.stage] else []

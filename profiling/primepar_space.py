@@ -20,8 +20,9 @@ from autopar_torch.plan import Sharding
 from autopar_torch.shard.estimate import estimate
 from autopar_torch.shard.layout import Split, Strategy, parse_forms, parts_of
 from autopar_torch.shard.price import Prices, param_costs, reduce_seconds
-from autopar_torch.shard.rules import op_name, strategies
+from autopar_torch.shard.rules import op_name
 from autopar_torch.shard.solve import KindTable, read_out, tabulate
+from autopar_torch.shard.strategies import strategies
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 

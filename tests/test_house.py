@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "autopar_torch"
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+MOST_LINES = 450
 
 NOUNS = {
-    "model", "cluster", "profile", "plan", "timeline", "schedule", "guards", "errors", "files",
-    "limits",
+    "model", "cluster", "profile", "plan", "timeline", "schedule", "proof", "guards", "errors",
+    "files", "limits",
 }  # fmt: skip
 SHARD = NOUNS | {"shard"}
 TRACE = SHARD | {"trace"}
@@ -126,6 +127,11 @@ def test_source_keeps_the_rules(path: Path) -> None:
     assert not places(path, silent), "an error must not be swallowed without a word"
     prints = (n.lineno for n in tree if is_print(n) and room(path) not in MAY_PRINT)
     assert not places(path, prints), "only cli and report write to the terminal"
+
+
+def test_no_file_is_longer_than_one_reads_at_once() -> None:
+    long = [p.name for p in SOURCES if p.read_text(encoding="utf-8").count("\n") > MOST_LINES]
+    assert not long, f"more than {MOST_LINES} lines: {long}"
 
 
 def says_nothing(handler: ast.ExceptHandler) -> bool:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autopar_torch.errors import ScheduleError
-from autopar_torch.schedule import NAMES, Action, Op, Schedule, build, check, num_in_flight
+from autopar_torch.proof import check
+from autopar_torch.schedule import NAMES, Action, Op, Schedule, build
 
 LAYOUTS: dict[str, Callable[[int, int], list[int]]] = {
     "looped": lambda p, v: [stage % p for stage in range(p * v)],
@@ -183,6 +184,15 @@ def test_a_schedule_without_backward_reduces_nothing() -> None:
 
 def test_stages_on_one_position_do_not_send_to_each_other() -> None:
     assert build("1f1b", (0, 0), 1).text() == "0F0,1F0,1B0,0B0,1REDUCE,0REDUCE"
+
+
+def num_in_flight(schedule: Schedule, position: int) -> int:
+    """Peak number of forwards here whose backward (its W, when split) is still to come."""
+    peak = now = 0
+    for action in schedule.actions[position]:
+        now += (action.op is Op.F) - (action.op in (Op.B, Op.W))
+        peak = max(peak, now)
+    return peak
 
 
 @UNTIMED

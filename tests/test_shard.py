@@ -28,8 +28,8 @@ from autopar_torch.shard.layout import (
 from autopar_torch.shard.linear import direct_linear
 from autopar_torch.shard.lower import lower
 from autopar_torch.shard.price import Prices, moves
-from autopar_torch.shard.rules import view_pieces
 from autopar_torch.shard.solve import frontier, solve_chain, tabulate
+from autopar_torch.shard.strategies import view_pieces
 from autopar_torch.trace import Traced, trace
 from autopar_torch.trace.call import take_apart
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +21,11 @@ from ..shard.collectives import arrive
 from .world import World
 
 _LARGE = 2**24  # elements that are weighed at a time
+_ODD = 0x1E3779B97F4A7C15
+_BITS = {1: torch.int8, 2: torch.int16}  # of larger elements each four bytes
 _MOST_LINES, _MOST_RANKS, _MOST_SHOWN = 8, 6, 100
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OWN = ("AUTOPAR_CACHE", "AUTOPAR_PLAN")  # only rank 0 reads the one; the other's plan is compared
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 Facts = Mapping[str, str]
 
@@ -50,26 +52,30 @@ def ask(world: World, number: int) -> Callable[[], bool]:
 def differences(world: World, own: Facts) -> list[str]:
     """A line for each fact that is not the same on all ranks; all ranks must call this."""
     everyone = [files.decode(data, dict[str, str]) for data in world.exchange(files.encode(own))]
-    names = dict.fromkeys(name for facts in everyone for name in facts)
-    lines = [f"{name}: {_by_rank([facts.get(name, 'none') for facts in everyone])}"
-             for name in names if len({facts.get(name) for facts in everyone}) > 1]  # fmt: skip
-    more = len(lines) - _MOST_LINES
-    return lines[:_MOST_LINES] + ([f"and {more} more"] if more > 0 else [])
+    columns = {name: [facts.get(name, "none") for facts in everyone]
+               for facts in everyone for name in facts}  # fmt: skip
+    lines = [f"{name}: {_by_rank(values)}" for name, values in columns.items()
+             if len(set(values)) > 1]  # fmt: skip
+    return lines[:_MOST_LINES] + ["..."] * (len(lines) > _MOST_LINES)
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """`rank 0 has 8, ranks 1, 2 have 4`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{ranks_text(which)} {value if len(value) < _MOST_SHOWN else value[:97]}"
-                     for value, which in ranks.items())  # fmt: skip
+    """`rank 0: 8; ranks 1, 2: 4`."""
+    found = []
+    for value in dict.fromkeys(values):
+        ranks = [str(rank) for rank, other in enumerate(values) if other == value]
+        ranks[_MOST_RANKS:] = ["..."] * (len(ranks) > _MOST_RANKS)
+        found.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {value[:_MOST_SHOWN]}")
+    return "; ".join(found)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
-    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}:"
+def plain(value: object) -> str:
+    """What is no tensor, in the words that it has in every process."""
+    if isinstance(value, (set, frozenset)):
+        return f"{sorted(map(repr, value))}"
+    if isinstance(value, torch.device):
+        return value.type  # each rank has its own
+    return _ADDRESS.sub("", repr(value))
 
 
 def checksum(tensor: Tensor) -> int:
@@ -81,13 +87,15 @@ def checksum(tensor: Tensor) -> int:
 
 
 def weighed(flat: Tensor) -> int:
-    """The same where the bytes are on a GPU: every element counts by its place."""
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    """The same where the bytes are on a GPU: each element counts by an odd number that its place
+    gives, in no simple series, as otherwise 1 2 2 1 would weigh what 2 1 1 2 does."""
+    words = flat.view(_BITS.get(flat.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _LARGE):
-        bits = flat[start : start + _LARGE].view(_BITS[flat.element_size()])
-        total += (bits * (2 * torch.arange(start, start + len(bits), device=flat.device) + 1)).sum()
-    return int(total) % 2**61
+    for start in range(0, words.numel(), _LARGE):
+        part = words[start : start + _LARGE]
+        place = torch.arange(start, start + len(part), device=flat.device) * _ODD
+        total += (part * ((place ^ (place >> 32)) * _ODD | 1)).sum()
+    return digest(int(total))
 
 
 # --- at the start ---------------------------------------------------------------------------------
@@ -99,7 +107,7 @@ def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
     if world.size == 1:
         return
     facts = {**_code(), "device": device.type, "plan": _plan_text(plan), **_environment()}
-    facts |= {name: _text(value) for name, value in asked.items()}
+    facts |= {name: plain(value) for name, value in asked.items()}
     described = dict(_described(model))
     if ask(world, digest(facts, described))():
         return
@@ -112,14 +120,11 @@ def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
     )  # fmt: skip
 
 
-@functools.cache
 def _code() -> dict[str, str]:
     """Versions, and the sources of this package whatever their version."""
-    package, crc = Path(__file__).resolve().parent.parent, 0
-    for path in sorted(package.rglob("*.py")):
-        crc = zlib.crc32(path.read_bytes(), crc)
-    return {"sources of autopar_torch": f"{crc:08x}", "torch": str(torch.__version__),
-            "Python": platform.python_version()}  # fmt: skip
+    sources = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
+    return {"sources of autopar_torch": f"{digest(*(path.read_bytes() for path in sources)):x}",
+            "torch": str(torch.__version__), "Python": platform.python_version()}  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
@@ -132,20 +137,10 @@ def _plan_text(plan: Any) -> str:
     if plan is None:
         return "none given"
     try:
-        data = files.encode(plan) if isinstance(plan, Plan) else files.encode(
-            files.load(plan, Plan))  # fmt: skip
+        found = plan if isinstance(plan, Plan) else files.load(plan, Plan)
     except (FileError, TypeError) as error:
         return str(error)
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _text(value: object) -> str:
-    """The same in every process: functions by name, never an address."""
-    if callable(value):
-        kind = value if hasattr(value, "__qualname__") else type(value)
-        return f"{kind.__module__}.{kind.__qualname__}"
-    shown = repr(value)
-    return type(value).__qualname__ if shown == object.__repr__(value) else shown
+    return f"{digest(files.encode(found)):x}"
 
 
 def _described(model: nn.Module) -> Iterable[tuple[str, str]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from ..errors import RunError, TraceError
-from ..trace.call import Call, shown, take_apart
-from .agree import ask, checksum, differences, digest
+from ..trace.call import Call, take_apart
+from .agree import Facts, ask, checksum, differences, digest, plain
 from .world import World
 
 FIRST, EVERY = 10, 100  # calls whose values are compared: each of the first, then sparsely
@@ -24,9 +23,7 @@ FIX = ("give every rank the global batch, in one order: each takes its rows of i
 MODES = ("training", "gradients", "state of the module")
 FIX_MODE = ("call model.train(), model.eval(), torch.no_grad() and whatever changes the module on "
             "all ranks alike")  # fmt: skip
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Settle = Callable[[], None]
-Told = Callable[[], Mapping[str, str]]
 
 
 class SameBatch:
@@ -47,38 +44,32 @@ class SameBatch:
         try:
             call, tensors = take_apart(args, kwargs)
         except TraceError as error:
-            what = error.what  # in case the others have a batch
-            self._asked(digest(what), lambda: {"arguments": what}, dict)()
+            self._asked({"arguments": error.what}, {})()  # in case the others have a batch
             raise
-        mode = {"training": str(training), "gradients": str(torch.is_grad_enabled())}
-        if not self.on:
-            return call, tensors, _nothing
-        values = self.num_calls <= FIRST or self.num_calls % EVERY == 0
-        sums = [_checksum(t) for t in tensors] if values else []
-        number = digest(str(call.spec), list(map(_plain, call.leaves)), call.shapes, call.dtypes,
-                        mode, fingerprint, sums)  # fmt: skip
+        facts: Facts = {}
+        values: Facts = {}
+        if self.on:
+            named = dict(_named(args, kwargs))
+            tensors_by_name = {n: x for n, x in named.items() if isinstance(x, Tensor)}
+            facts = {"rows": str(call.num_rows), "arguments": ", ".join(named),
+                     "structure": str(call.spec), **dict(map(_fact, named.items())),
+                     "training": str(training), "gradients": str(torch.is_grad_enabled()),
+                     "state of the module": f"{fingerprint:x}"}  # fmt: skip
+            if self.num_calls <= FIRST or self.num_calls % EVERY == 0:
+                values = {f"values of {name}": f"checksum {_checksum(value):x}"
+                          for name, value in tensors_by_name.items()}  # fmt: skip
+        return call, tensors, self._asked(facts, values)
 
-        def facts() -> dict[str, str]:
-            return {**_facts(call, tensors), **mode, "state of the module": f"{fingerprint:x}"}
-
-        return call, tensors, self._asked(number, facts, lambda: _values(call, tensors))
-
-    def _asked(self, number: int, facts: Told, values: Told) -> Settle:
-        if not self.on:
-            return _nothing
-        alike = ask(self.world, number)
-        done: list[bool] = []
+    def _asked(self, facts: Facts, values: Facts) -> Settle:
+        asked = [ask(self.world, digest(facts, values))] if self.on else []
 
         def settle() -> None:
-            if done:
-                return
-            done.append(True)
-            if not alike():
-                self._refuse(facts(), values())
+            if asked and not asked.pop()():
+                self._refuse(facts, values)
 
         return settle
 
-    def _refuse(self, facts: Mapping[str, str], values: Mapping[str, str]) -> None:
+    def _refuse(self, facts: Facts, values: Facts) -> None:
         """Say what differs; values only where nothing else does."""
         lines = differences(self.world, facts) or differences(self.world, values)
         modes = all(line.startswith(MODES) for line in lines)
@@ -89,48 +80,20 @@ class SameBatch:
         )  # fmt: skip
 
 
-def _nothing() -> None:
-    """Nobody to ask."""
-
-
-def _plain(leaf: Any) -> str:
-    """What is no tensor, in the words that it has in every process."""
-    if isinstance(leaf, (set, frozenset)):
-        return f"{sorted(map(repr, leaf))}"
-    if isinstance(leaf, torch.device):
-        return leaf.type  # each rank has its own
-    return _ADDRESS.sub("", shown(leaf))
-
-
 def _checksum(tensor: Tensor) -> int:
-    plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
-    plain &= not (tensor.is_meta or tensor.is_quantized)
-    return checksum(tensor) if plain else 0
+    simple = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
+    return checksum(tensor) if simple and not (tensor.is_meta or tensor.is_quantized) else 0
 
 
-def _facts(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
-    """The call in words."""
-    named = list(_named(call, tensors))
-    found = {"rows": str(call.num_rows), "arguments": ", ".join(name for name, _ in named),
-             "structure": str(call.spec)}  # fmt: skip
-    for name, value in named:
-        if isinstance(value, Tensor):
-            kind = str(value.dtype).removeprefix("torch.")
-            found[f"shape of {name}"] = f"{tuple(value.shape)} {kind}"
-        else:
-            found[name] = _plain(value)
-    return found
+def _fact(item: tuple[str, Any]) -> tuple[str, str]:
+    name, value = item
+    if not isinstance(value, Tensor):
+        return f"argument {name}", plain(value)
+    return f"shape of {name}", f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
-def _values(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
-    return {f"values of {name}": f"checksum {_checksum(value):x}"
-            for name, value in _named(call, tensors) if isinstance(value, Tensor)}  # fmt: skip
-
-
-def _named(call: Call, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Arguments as the caller wrote them: `input_ids`, `args[0]`."""
-    leaves, _ = pytree.tree_flatten_with_path(call.rebuild(tensors))
-    for (where, *path), value in leaves:
-        first, rest = pytree.keystr(tuple(path[:1])), pytree.keystr(tuple(path[1:]))
-        by_name = pytree.keystr((where,)) == "[1]"
-        yield (first.strip("[]'") if by_name else f"args{first}") + rest, value
+    for first, given in (*((f"args[{i}]", arg) for i, arg in enumerate(args)), *kwargs.items()):
+        for path, value in pytree.tree_flatten_with_path(given)[0]:
+            yield first + pytree.keystr(path), value

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from .. import files
 from ..errors import RunError
 from ..shard.collectives import arrive
-from .agree import checksum, digest, ranks_text
+from .agree import Facts, checksum, differences, digest
 from .world import World
 
 SECOND = 2  # the first step after the optimizer's first
@@ -26,14 +25,6 @@ class Copy(NamedTuple):
     name: str
     part: object
     tensor: Tensor
-
-
-class _Told(msgspec.Struct):
-    """A copy in words: its place among the parameters, its name and its checksum."""
-
-    place: int
-    name: str
-    checksum: int
 
 
 class Drift:
@@ -57,28 +48,19 @@ class Drift:
         most, least = bounds.tolist()
         apart = [p for p, a, b in zip(self.shared, most, least, strict=True) if a != -b]
         if apart:
-            names = {part: place for place, part in enumerate(own)}
-            self._refuse(step, [_Told(names[p], own[p].name, sums[p]) if p in own else None
-                                for p in apart])  # fmt: skip
+            first = {own[p].name: f"checksum {sums[p]:x}" for p in apart[:1] if p in own}
+            self._refuse(step, len(apart), first)
 
     def _held_by_several(self, own: Iterable[int]) -> list[int]:
         everyone = self.world.exchange(files.encode(list(own)))
         count = Counter(part for parts in everyone for part in files.decode(parts, list[int]))
         return sorted(part for part, ranks in count.items() if ranks > 1)
 
-    def _refuse(self, step: int, own: list[_Told | None]) -> None:
-        everyone = [files.decode(data, list[_Told | None])
-                    for data in self.world.exchange(files.encode(own))]  # fmt: skip
-        columns = [[(rank, told) for rank, told in enumerate(column) if told is not None]
-                   for column in zip(*everyone, strict=True)]  # fmt: skip
-        first = min(columns, key=lambda column: column[0][1].place)
-        ranks: dict[int, list[int]] = {}
-        for rank, told in first:
-            ranks.setdefault(told.checksum, []).append(rank)
-        held = "; ".join(f"{ranks_text(which)} checksum {sum_:x}" for sum_, which in ranks.items())
+    def _refuse(self, step: int, num_apart: int, first: Facts) -> None:
+        name, _, held = differences(self.world, first)[0].partition(": ")
         raise RunError(
-            f"before step {step} {first[0][1].name} is not the same on all ranks that hold it, "
-            f"as {len(own)} of {len(self.shared or ())} shared parameters", where=held,
+            f"before step {step} {name} is not the same on all ranks that hold it, as {num_apart} "
+            f"of {len(self.shared or ())} shared parameters", where=held,
             fix="find what changed it on some ranks only: an update by hand, a load or an "
             "optimizer that one rank has alone, memory that fails; where devices round otherwise, "
             'guards={"drift_every": 0} turns this off',

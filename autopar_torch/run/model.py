@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from .. import files, schedule as schedules
+from .. import files
 from ..errors import PlanError, RunError
 from ..guards import Guards
 from ..model import ModelGraph
@@ -25,57 +25,19 @@ from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
 from . import checkpoint, doors, optimizers, shardings, state, tracing
 from .batches import SameBatch, Settle
-from .context import Prologue
 from .drift import Copy, Drift
 from .executor import Executor, Mail, neighbours
 from .handover import LossScale, hand_over
-from .losses import Losses
+from .nonfinite import NonFinite
 from .params import ParamStore, Reducer
-from .randomness import OwnNumbers, draws, share_python_numbers
+from .program import Program
+from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import forward_only, returned
 from .sharded import local
-from .stage import StageRunner
 from .world import World
 
 Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
-
-
-class Program:
-    """One traced call under the plan: this rank's stages and its prologue."""
-
-    def __init__(self, traced: Traced, plan: Plan, model: ParallelModel) -> None:
-        world, store = model.world, model.store
-        self.traced = traced
-        self.stages: dict[int, StageRunner] = {}
-        replica = plan.replicas[model.replica]
-        for s, stage in enumerate(replica.stages):
-            if world.rank in stage.devices:
-                self.stages[s] = StageRunner(traced, plan, stage, store, world.tensor_axes(stage),
-                                             model.replica_axis, model.device)  # fmt: skip
-        model.burnt.learn(traced.reads)
-        self.state, self.number = model.burnt.described(traced.reads), model.burnt.number
-        names = [n for runner in self.stages.values() for n in runner.context_names()]
-        self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
-        self.draws = world.size > 1 and draws(traced.programs.values())
-        self._schedules: dict[tuple[int, bool], schedules.Schedule] = {}
-        self._name, self._positions = plan.schedule, replica.position_of
-        self.reached: list[str] | None = None  # parameters that get gradients, once it has run
-
-    def serves(self, burnt: Burnt) -> bool:
-        """Whether nothing that decided what was traced is otherwise now."""
-        if self.number != burnt.number and self.state == burnt.described(self.traced.reads):
-            self.number = burnt.number
-        return self.number == burnt.number
-
-    def schedule(self, num_micro_batches: int, train: bool) -> schedules.Schedule:
-        """The action lists of this replica, proven free of deadlock."""
-        key = (num_micro_batches, train)
-        if key not in self._schedules:
-            made = schedules.build(self._name, self._positions, num_micro_batches, train)
-            schedules.check(made, num_micro_batches)
-            self._schedules[key] = made
-        return self._schedules[key]
 
 
 class ParallelModel(nn.Module):
@@ -105,7 +67,7 @@ class ParallelModel(nn.Module):
         self.found: Outcome | None = None  # the search behind the plan, if there was one
         self.num_steps = 0  # of training that have begun
         self.same_batch = SameBatch(world, self.guards.batches)
-        self.losses = Losses(world, self.guards.nan)
+        self.non_finite = NonFinite(world, self.guards.nan)
         self.drift = Drift(world, self.guards.drift_every)
 
     # --- what the plan made of this rank ----------------------------------------------------
@@ -192,7 +154,6 @@ class ParallelModel(nn.Module):
         if self.fallback_reason:
             settle()
             return cast(Any, self.fallback)(call, tensors)
-        train = self.training and torch.is_grad_enabled()
         program = self._program(call, train, settle)
         half = dict(call.autocast).get(self.device.type) == torch.float16
         scale = self.loss_scale.value if half else 1.0
@@ -282,7 +243,8 @@ class ParallelModel(nn.Module):
         sums: list[Any] = []
 
         def share(parts: dict[int, dict[str, Tensor]]) -> None:
-            values.update(self._outputs(program, {} if idle else parts, rows, call.num_rows))
+            mine = parts if self._speaks and not idle else {}
+            values.update(program.addends(mine, rows, call.num_rows, self.device))
             sums.extend(work for x in values.values() for work in self.world.start_sum(x))
 
         executor.run(actions, position, rows, context, train, share)
@@ -293,8 +255,8 @@ class ParallelModel(nn.Module):
             arrive(sums)
         if train:
             parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
-            self.losses.look(self.num_steps, self.replica, values["loss"],
-                             parts if self._speaks and not idle else {})  # fmt: skip
+            self.non_finite.look(self.num_steps, self.replica, values["loss"],
+                                 parts if self._speaks and not idle else {})  # fmt: skip
             grads = self._finish_grads(program)
             values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
                                        self.loss_scale)  # fmt: skip
@@ -358,52 +320,16 @@ class ParallelModel(nn.Module):
         return [(tensors[name], sums[name] if name in sums else torch.zeros_like(
             local(tensors[name]))) for name in program.reached]  # fmt: skip
 
-    def _outputs(self, program: Program, parts: dict[int, dict[str, Tensor]],
-                 rows: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Tensor]:  # fmt: skip
-        """This rank's addends of the outputs of the whole batch: what only it has."""
-        parts = parts if self._speaks else {}
-        return {name: self._addend(program, name, parts, rows, num_rows)
-                for name in program.traced.outputs}  # fmt: skip
-
     @property
     def _speaks(self) -> bool:
         """Whether this rank tells what its replica returns."""
         return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
 
-    def _addend(self, program: Program, name: str, parts: dict[int, dict[str, Tensor]],
-                rows: Sequence[tuple[int, int]], num_rows: int) -> Tensor:  # fmt: skip
-        info = state.output_info(program.traced, name)
-        kind = getattr(torch, info.dtype)
-        if kind.is_floating_point and state.is_summed(program.traced, name):
-            kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
-        full = torch.zeros(info.at(num_rows), dtype=kind, device=self.device)
-        sizes = zip(info.at(1), info.at(2), strict=True)
-        dims = [(d, two - one) for d, (one, two) in enumerate(sizes) if two > one]
-        if len(dims) > 1 and len(rows) > 1:
-            raise RunError(
-                "an output has the batch in more than one dim", where=name,
-                fix="do not return it, or use one replica and num_micro_batches=1",
-            )  # fmt: skip
-        for mb, values in parts.items():
-            start, end = rows[mb]
-            value = values[name]
-            if len(dims) == 1:
-                (dim, each) = dims[0]
-                full.narrow(dim, start * each, (end - start) * each).copy_(value)
-            elif state.is_summed(program.traced, name):
-                full += value
-            elif start == 0:
-                full.copy_(value)
-        return full
-
-    def _doing(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def _jointly(self, way: Callable[[str], contextlib.AbstractContextManager[None]],
+                 name: str) -> contextlib.AbstractContextManager[None]:  # fmt: skip
         """A call of all ranks, unless each has everything."""
         whole = self._plan is None or self.fallback_reason
-        return contextlib.nullcontext() if whole else self.world.doing(name)
-
-    def _meeting(self, name: str) -> contextlib.AbstractContextManager[None]:
-        whole = self._plan is None or self.fallback_reason
-        return contextlib.nullcontext() if whole else self.world.meeting(name)
+        return contextlib.nullcontext() if whole else way(name)
 
     # --- what training scripts use ----------------------------------------------------------
 
@@ -446,18 +372,18 @@ class ParallelModel(nn.Module):
                         error_if_nonfinite: bool = False,
                         foreach: bool | None = None) -> Tensor:  # fmt: skip
         """torch's, over all ranks, in one message: the norm of all gradients, now at most this."""
-        with self._doing("clip_grad_norm_"):
+        with self._jointly(self.world.doing, "clip_grad_norm_"):
             return state.clip_grad_norm(self, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
-        with self._meeting("state_dict"):
+        with self._jointly(self.world.meeting, "state_dict"):
             return state.full_state(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip
         """Take full tensors; every rank keeps its part."""
-        with self._meeting("load_state_dict"):
+        with self._jointly(self.world.meeting, "load_state_dict"):
             return state.load_full(self, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
@@ -465,7 +391,7 @@ class ParallelModel(nn.Module):
         """Write a checkpoint that any plan can load; what was there before is replaced at once,
         when all is on the disk. With `step` into FOLDER/step-N, of which the newest `keep` stay.
         """
-        with self._meeting("save"):
+        with self._jointly(self.world.meeting, "save"):
             checkpoint.save(self, folder, optimizer, step, keep)
 
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
@@ -475,18 +401,13 @@ class ParallelModel(nn.Module):
         Nothing is changed unless everything fits. `strict=False` takes what the model and the
         checkpoint both have; `verify=False` leaves out the hashes.
         """
-        with self._meeting("load"):
+        with self._jointly(self.world.meeting, "load"):
             return checkpoint.load(self, folder, optimizer, strict, verify)
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""
-        programs = [runner for known in self._programs.values() for p in known
-                    for runner in p.stages.values()]  # fmt: skip
-        found = []
-        for runner in programs:
-            for index, cell in enumerate(runner.cells):
-                if name in cell.block.name:
-                    found.append(f"# {cell.block.name}\n{runner.code(index)}")
+        found = [code for known in self._programs.values() for program in known
+                 for code in program.explained(name)]  # fmt: skip
         return "\n".join(found) or f"no block of this rank is called {name!r}"
 
 
@@ -508,6 +429,3 @@ def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
             groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
             groups += {peers(plan, block, rank) for block in range(*(stage.blocks or (0, 0)))}
     return [tuple(sorted(g)) for g in groups if g]
-
-
-__all__ = ["ParallelModel"]

@@ -8,7 +8,6 @@ all there is to save.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..shard.collectives import apart, generator
 from ..shard.lower import is_random
 from ..shard.rules import op_name
+from .agree import digest
 from .world import World
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -68,8 +68,7 @@ class OwnNumbers:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw those of the next step."""
-        text = f"autopar {self.seed} {self.place} {self.step}"
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+        number = digest(self.seed, self.place, self.step)
         self.step += 1
         with untouched(self.device, python=False):
             for one in generators(self.device):

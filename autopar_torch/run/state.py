@@ -11,31 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import CheckpointError, RunError
-from ..model import TensorInfo
 from ..shard.holdings import Box
-from ..trace import Traced
 from .params import Held
 from .sharded import Sharded, local, plainly
 from .totals import total_norm
 
 if TYPE_CHECKING:
     from .model import ParallelModel
-
-
-def output_info(traced: Traced, name: str) -> TensorInfo:
-    """Shape and type of what the model returns under a name."""
-    value = traced.graph.outputs[name]
-    for block in traced.graph.blocks:
-        for slot, made in block.outputs.items():
-            if made == value:
-                return traced.graph.kinds[block.kind].outputs[slot]
-    node = next(n for n in traced.prologue.nodes if n.name == value)
-    return node.meta["info"]
-
-
-def is_summed(traced: Traced, name: str) -> bool:
-    """Whether parts of the batch give parts of an output that are to be added."""
-    return name == "loss" or name in traced.graph.summed
 
 
 def same_shape(name: str, there: Sequence[int], here: Sequence[int], where: str) -> None:

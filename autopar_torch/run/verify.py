@@ -27,7 +27,8 @@ from .randomness import generators, untouched
 from .shardings import groups, whole_values
 
 if TYPE_CHECKING:
-    from .model import ParallelModel, Program
+    from .model import ParallelModel
+    from .program import Program
 
 ROWS = 2  # of a trial
 MOST_BYTES = 2 * 2**30  # of the parameters of a block that is tried whole on every rank

@@ -1,13 +1,11 @@
 """How an op may be split, as a table of factors: a dim of every input, and of the output or none.
 
-An op without a rule is replicated: always right, only slower, and reported. `strategies` turns the
-factors into what the solver chooses from; `outer` parts (see layout.py) are found by following
-merged and fused dims through the graph.
+An op without a rule is replicated: always right, only slower, and reported.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,8 +13,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..model import ROWS, TensorInfo
-from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
+from ..model import TensorInfo
 
 Shape = tuple[int, ...]
 
@@ -82,7 +79,7 @@ def _same_dims(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
     return factors
 
 
-def _first_input(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
+def first_input(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
     """Output dims are the dims of the first input; other inputs stay whole."""
     return [Factor({0: d}, d) for d in range(len(op.out)) if d not in skip]
 
@@ -219,7 +216,7 @@ def _expand(op: Op) -> list[Factor]:
 def _slice(op: Op) -> list[Factor]:
     cut = op.dim(1, len(op.out))
     whole = op.shapes[0][cut] == op.out[cut]
-    return _first_input(op, () if whole else {cut})
+    return first_input(op, () if whole else {cut})
 
 
 def _select(op: Op) -> list[Factor]:
@@ -230,7 +227,7 @@ def _select(op: Op) -> list[Factor]:
 
 def _pad(op: Op) -> list[Factor]:
     same = {d for d in range(len(op.out)) if op.shapes[0][d] == op.out[d]}
-    return _first_input(op, set(range(len(op.out))) - same)
+    return first_input(op, set(range(len(op.out))) - same)
 
 
 def _index(op: Op) -> list[Factor]:
@@ -271,7 +268,7 @@ _RULES: dict[str, Callable[[Op], list[Factor]]] = {
     **dict.fromkeys(["to", "clone", "detach", "alias", "contiguous", "dropout", "getitem",
                      "masked_fill", "where", "broadcast_tensors", "fill",
                      "alpha_dropout", "zeros_like", "ones_like"], _same_dims),
-    **dict.fromkeys(["type_as"], _first_input),
+    **dict.fromkeys(["type_as"], first_input),
     **dict.fromkeys(["softmax", "_softmax", "log_softmax", "cumsum", "cumprod"],
                     _but_dim(1, -1)),
     "flip": _but_dims(1), "roll": _but_dims(2),
@@ -292,145 +289,29 @@ _RULES: dict[str, Callable[[Op], list[Factor]]] = {
     **dict.fromkeys(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d",
                      "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
                      "upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest1d"],
-                    lambda op: _first_input(op, range(2, len(op.out)))),
-    "index": _index, "gather": _gather, "repeat_interleave": lambda op: _first_input(op),
+                    lambda op: first_input(op, range(2, len(op.out)))),
+    "index": _index, "gather": _gather, "repeat_interleave": lambda op: first_input(op),
     "cross_entropy": _cross_entropy, "mean_over_rows": _mean_over_rows,
     **dict.fromkeys(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
                      "binary_cross_entropy_with_logits", "binary_cross_entropy"], _same_dims),
 }  # fmt: skip
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_unsafe_view"}
-_PARTS = {"split", "chunk"}
+VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_unsafe_view"}
+PARTS = {"split", "chunk"}
+
+
+def factors_of(op: Op) -> list[Factor]:
+    """Of any op but views and parts, which strategies.py follows by their outer parts."""
+    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
+    return [] if rule is None or not op.inputs else rule(op)
 
 
 def has_rule(node: fx.Node) -> bool:
     name = op_name(node)
-    return name in _RULES or name in _VIEWS or name in _PARTS or _is_pointwise(node)
+    return name in _RULES or name in VIEWS or name in PARTS or _is_pointwise(node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-Piece = tuple[int, int]  # a dim and its outer part
-Pieces = dict[fx.Node, set[Piece]]
-
-
-def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) -> list[
-    tuple[Piece, Piece]
-]:  # fmt: skip
-    """Pairs (piece of the old shape, piece of the new) that cut the same elements.
-
-    A piece is known by how many equal parts lie outside of it; `wanted` adds pieces of the old
-    (True) or new (False) shape to the starts of all dims.
-    """
-    outside = []
-    for shape in (old, new):
-        offset = 1
-        for size in shape:
-            outside.append(offset)
-            offset *= size
-    for is_old, (dim, outer) in wanted:
-        offset = outer
-        for size in (old if is_old else new)[:dim]:
-            offset *= size
-        outside.append(offset)
-    pairs = []
-    for offset in sorted(set(outside)):
-        a, b = _piece_at(old, offset), _piece_at(new, offset)
-        if a is not None and b is not None:
-            pairs.append((a, b))
-    return pairs
-
-
-def _piece_at(shape: Shape, outside: int) -> Piece | None:
-    before = 1
-    for dim, size in enumerate(shape):
-        if size > 1 and before <= outside < before * size:
-            outer = outside // before
-            return (dim, outer) if outside % before == 0 and size % outer == 0 else None
-        before *= size
-    return None
-
-
-def _strategies_of(op: Op, pieces: Pieces) -> list[Strategy]:
-    if op.name in _VIEWS:
-        return _view_strategies(op, pieces)
-    if op.name in _PARTS:
-        return _part_strategies(op, pieces)
-    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
-    found = [] if rule is None or not op.inputs else rule(op)
-    return [s for factor in found for s in _of_factor(op, factor, pieces)]
-
-
-def _of_factor(op: Op, factor: Factor, pieces: Pieces) -> Iterable[Strategy]:
-    """The factor itself, and once more for every outer part seen on one of its dims."""
-    outers = {1}
-    for k, dim in factor.ins.items():
-        outers |= {outer for d, outer in pieces[op.inputs[k]] if d == dim}
-    if factor.out is not None:
-        outers |= {outer for d, outer in pieces[op.node] if d == factor.out}
-    for outer in sorted(outers):
-        sizes = [op.shapes[k][dim] for k, dim in factor.ins.items()]
-        if all(size > 1 and size % outer == 0 for size in sizes):
-            out: Layout = PARTIAL if factor.out is None else Split(factor.out, outer)
-            if factor.out == -1:
-                out = WHOLE
-            yield _strategy(op, {k: Split(d, outer) for k, d in factor.ins.items()}, out)
-
-
-def _strategy(op: Op, ins: dict[int, Split], out: Layout) -> Strategy:
-    layouts = tuple(ins.get(k, WHOLE) for k in range(len(op.inputs)))
-    return Strategy(layouts, tuple(s if s != WHOLE else PARTIAL for s in layouts), out)
-
-
-def _view_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
-    wanted = [(True, p) for p in sorted(pieces[op.inputs[0]])]
-    wanted += [(False, p) for p in sorted(pieces[op.node])]
-    pairs = view_pieces(op.shapes[0], op.out, wanted)
-    return [_strategy(op, {0: Split(*a)}, Split(*b)) for a, b in pairs]
-
-
-def _part_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
-    """split and chunk in equal parts: the parts become an outer part of the dim."""
-    rank = len(op.out)
-    cut = op.dim(2, rank)
-    num = op.shapes[0][cut] // op.out[cut]
-    found = [s for f in _first_input(op, {cut}) for s in _of_factor(op, f, pieces)]
-    outers = {1} | {outer for d, outer in pieces[op.node] if d == cut}
-    equal = {info.shape for info in op.node.meta["info"]} == {op.out}
-    for outer in sorted(outers) if equal and num * op.out[cut] == op.shapes[0][cut] else []:
-        found.append(_strategy(op, {0: Split(cut, num * outer)}, Split(cut, outer)))
-    return found
-
-
-def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
-    """Every way to split every op of a graph on one axis; the first is always "not at all"."""
-    nodes = [Op(node) for node in graph.nodes if node.op == "call_function"]
-    pieces: Pieces = defaultdict(set)
-    found: dict[fx.Node, list[Strategy]] = {}
-    known: dict[fx.Node, list[int]] = {}  # pieces around an op when it was last looked at
-    todo = nodes
-    while todo:
-        for op in todo:
-            known[op.node] = _num_pieces(op, pieces)
-            found[op.node] = _strategies_of(op, pieces)
-            for strategy in found[op.node]:
-                for node, layout in (
-                    *zip(op.inputs, strategy.ins, strict=True), (op.node, strategy.out)
-                ):  # fmt: skip
-                    if isinstance(layout, Split) and layout.outer > 1:
-                        pieces[node].add((layout.dim, layout.outer))
-        todo = [op for op in reversed(nodes) if _num_pieces(op, pieces) != known[op.node]]
-    return {op.node: [_whole(op), *dict.fromkeys(found[op.node])] for op in nodes}
-
-
-def _num_pieces(op: Op, pieces: Pieces) -> list[int]:
-    """They only ever become more."""
-    return [len(pieces[node]) for node in (*op.inputs, op.node)]
-
-
-def _whole(op: Op) -> Strategy:
-    return Strategy((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.inputs), WHOLE)
 
 
 def flops(node: fx.Node) -> float:
@@ -438,58 +319,11 @@ def flops(node: fx.Node) -> float:
     op = Op(node)
     if op.name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
         first = 1 if op.name in ("addmm", "baddbmm") else 0
-        return 2.0 * _numel(op.out) * op.shapes[op.at(first) or 0][-1]
+        return 2.0 * math.prod(op.out) * op.shapes[op.at(first) or 0][-1]
     if op.name == "scaled_dot_product_attention":
-        return 4.0 * _numel(op.out) * op.shapes[op.at(1) or 0][-2]
+        return 4.0 * math.prod(op.out) * op.shapes[op.at(1) or 0][-2]
     if op.name.startswith("conv"):
         weight = op.shapes[op.at(1) or 0]
         base = op.shapes[op.at(0) or 0] if "transpose" in op.name else op.out
-        return 2.0 * _numel(base) * _numel(weight[1:])
+        return 2.0 * math.prod(base) * math.prod(weight[1:])
     return 0.0
-
-
-def _numel(shape: Shape) -> float:
-    total = 1.0
-    for size in shape:
-        total *= size
-    return total
-
-
-def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.Node, Layout],
-                                                                     list[str]]:  # fmt: skip
-    """Follow the batch through a graph: the layout it gives every value, and ops that couple rows.
-
-    `carries` says what it is on the placeholders. A value that is a sum over rows is `P`; ops that
-    are linear in such sums keep it.
-    """
-    flow, coupled = dict(carries), []
-    options = strategies(graph)
-    for node, choices in options.items():
-        op = Op(node)
-        have = tuple(flow.get(n, WHOLE) for n in op.inputs)
-        match = next((s for s in choices if s.ins == have), None)
-        if all(layout == WHOLE for layout in have):
-            flow[node] = rows_dim(op.out)  # a parameter expanded to the batch starts a flow
-        elif match is not None and not (op.name == "mean" and match.out == PARTIAL):
-            flow[node] = match.out
-        elif PARTIAL in have and _is_linear(op, have):
-            flow[node] = PARTIAL
-        else:
-            flow[node] = rows_dim(op.out)
-            coupled.append(op.name)
-    return flow, coupled
-
-
-def rows_dim(shape: Shape) -> Layout:
-    return next((Split(d) for d, size in enumerate(shape) if size and size % ROWS == 0), WHOLE)
-
-
-_LINEAR = {"neg", "to", "clone", "detach", "squeeze", "unsqueeze", "view", "reshape", "alias",
-           "getitem"}  # fmt: skip
-
-
-def _is_linear(op: Op, have: tuple[Layout, ...]) -> bool:
-    if op.name in ("add", "sub"):
-        return all(layout == PARTIAL for layout in have) and len(have) == 2
-    return op.name in _LINEAR or (op.name in ("mul", "div") and have[0] == PARTIAL
-                                and have.count(PARTIAL) == 1)  # fmt: skip

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, Square, Strategy, side
-from .rules import OPERANDS, Op, strategies
+from .rules import OPERANDS, Op
+from .strategies import strategies
 
 Pairs = dict[fx.Node, dict[tuple[Split, Split], None]]  # value -> rows and columns of its squares
 

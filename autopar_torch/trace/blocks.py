@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from ..errors import TraceError
 from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import PARTIAL, WHOLE, Layout
-from ..shard.rules import flops, has_rule, op_name, row_flow, rows_dim
+from ..shard.rows import row_flow, rows_dim
+from ..shard.rules import flops, has_rule, op_name
 from .capture import Source
 from .clean import _is_view, info_of, is_mutable
 

@@ -25,7 +25,7 @@ class _Seen(NamedTuple):
     arrival: Any  # an event of a GPU; None: they are there
 
 
-class Losses:
+class NonFinite:
     """Looks at every loss of a training step; at one that is on a GPU, when it has arrived."""
 
     def __init__(self, world: World, on: bool) -> None:

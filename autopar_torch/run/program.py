@@ -1,0 +1,112 @@
+"""One traced call under a plan: what this rank runs for it, and its part of what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import RunError
+from ..model import TensorInfo
+from ..plan import Plan
+from ..proof import check
+from ..schedule import Schedule, build
+from ..trace import Traced
+from ..trace.burnt import Burnt
+from .context import Prologue
+from .randomness import draws
+from .stage import StageRunner
+
+if TYPE_CHECKING:
+    from .model import ParallelModel
+
+
+class Program:
+    """This rank's stages of a traced call, and its prologue."""
+
+    def __init__(self, traced: Traced, plan: Plan, model: ParallelModel) -> None:
+        world, replica = model.world, plan.replicas[model.replica]
+        self.traced = traced
+        self.stages = {
+            s: StageRunner(traced, plan, stage, model.store, world.tensor_axes(stage),
+                           model.replica_axis, model.device)
+            for s, stage in enumerate(replica.stages) if world.rank in stage.devices
+        }  # fmt: skip
+        model.burnt.learn(traced.reads)
+        self.state, self.number = model.burnt.described(traced.reads), model.burnt.number
+        names = [n for runner in self.stages.values() for n in runner.context_names()]
+        self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
+        self.draws = world.size > 1 and draws(traced.programs.values())
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._name, self._positions = plan.schedule, replica.position_of
+        self.reached: list[str] | None = None  # parameters that get gradients, once it has run
+
+    def serves(self, burnt: Burnt) -> bool:
+        """Whether nothing that decided what was traced is otherwise now."""
+        if self.number != burnt.number and self.state == burnt.described(self.traced.reads):
+            self.number = burnt.number
+        return self.number == burnt.number
+
+    def schedule(self, num_micro_batches: int, train: bool) -> Schedule:
+        """The action lists of this replica, proven free of deadlock."""
+        key = (num_micro_batches, train)
+        if key not in self._schedules:
+            made = build(self._name, self._positions, num_micro_batches, train)
+            check(made, num_micro_batches)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def explained(self, name: str) -> Iterator[str]:
+        """The code of the blocks whose name contains `name`."""
+        for runner in self.stages.values():
+            for index, cell in enumerate(runner.cells):
+                if name in cell.block.name:
+                    yield f"# {cell.block.name}\n{runner.code(index)}"
+
+    # --- what it returns ------------------------------------------------------------------------
+
+    def addends(self, parts: Mapping[int, Mapping[str, Tensor]], rows: Sequence[tuple[int, int]],
+                num_rows: int, device: torch.device) -> dict[str, Tensor]:  # fmt: skip
+        """For each output of the whole batch a tensor of its size: what it is, added up over all
+        ranks. `parts` are the outputs of micro-batches that this rank alone has."""
+        found = {}
+        for name in self.traced.outputs:
+            own = {rows[mb]: values[name] for mb, values in parts.items()}
+            found[name] = self._addend(name, own, list(rows) == [(0, num_rows)], num_rows, device)
+        return found
+
+    def _addend(self, name: str, parts: Mapping[tuple[int, int], Tensor], whole: bool,
+                num_rows: int, device: torch.device) -> Tensor:  # fmt: skip
+        info, summed = self._info(name), name == "loss" or name in self.traced.graph.summed
+        kind = getattr(torch, info.dtype)
+        if kind.is_floating_point and summed:
+            kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
+        full = torch.zeros(info.at(num_rows), dtype=kind, device=device)
+        sizes = zip(info.at(1), info.at(2), strict=True)
+        dims = [(d, two - one) for d, (one, two) in enumerate(sizes) if two > one]
+        if len(dims) > 1 and not whole:
+            raise RunError(
+                "an output has the batch in more than one dim", where=name,
+                fix="do not return it, or use one replica and num_micro_batches=1",
+            )  # fmt: skip
+        for (start, end), value in parts.items():
+            if len(dims) == 1:
+                dim, each = dims[0]
+                full.narrow(dim, start * each, (end - start) * each).copy_(value)
+            elif summed:
+                full += value
+            elif start == 0:
+                full.copy_(value)
+        return full
+
+    def _info(self, name: str) -> TensorInfo:
+        """Shape and type of what the model returns under a name."""
+        graph = self.traced.graph
+        value = graph.outputs[name]
+        for block in graph.blocks:
+            for slot, made in block.outputs.items():
+                if made == value:
+                    return graph.kinds[block.kind].outputs[slot]
+        return next(n.meta["info"] for n in self.traced.prologue.nodes if n.name == value)

@@ -1,0 +1,120 @@
+"""Every way to split every op of a graph on one axis: what the solver chooses from.
+
+The rules' factors, and with them `outer` parts (see layout.py), which are found by following merged
+and fused dims through the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import fx
+
+from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
+from .rules import PARTS, VIEWS, Factor, Op, Shape, factors_of, first_input
+
+Piece = tuple[int, int]  # a dim and its outer part
+Pieces = dict[fx.Node, set[Piece]]
+
+
+def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) -> list[
+    tuple[Piece, Piece]
+]:  # fmt: skip
+    """Pairs (piece of the old shape, piece of the new) that cut the same elements.
+
+    A piece is known by how many equal parts lie outside of it; `wanted` adds pieces of the old
+    (True) or new (False) shape to the starts of all dims.
+    """
+    outside = {math.prod(shape[:dim]) for shape in (old, new) for dim in range(len(shape))}
+    outside |= {outer * math.prod((old if is_old else new)[:dim])
+                for is_old, (dim, outer) in wanted}  # fmt: skip
+    pairs = ((_piece_at(old, offset), _piece_at(new, offset)) for offset in sorted(outside))
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+def _piece_at(shape: Shape, outside: int) -> Piece | None:
+    before = 1
+    for dim, size in enumerate(shape):
+        if size > 1 and before <= outside < before * size:
+            outer = outside // before
+            return (dim, outer) if outside % before == 0 and size % outer == 0 else None
+        before *= size
+    return None
+
+
+def _strategies_of(op: Op, pieces: Pieces) -> list[Strategy]:
+    if op.name in VIEWS:
+        return _view_strategies(op, pieces)
+    if op.name in PARTS:
+        return _part_strategies(op, pieces)
+    return [s for factor in factors_of(op) for s in _of_factor(op, factor, pieces)]
+
+
+def _of_factor(op: Op, factor: Factor, pieces: Pieces) -> Iterable[Strategy]:
+    """The factor itself, and once more for every outer part seen on one of its dims."""
+    cut = [(op.inputs[k], dim) for k, dim in factor.ins.items()] + [(op.node, factor.out)]
+    outers = {outer for node, dim in cut for d, outer in pieces[node] if d == dim}
+    sizes = [op.shapes[k][dim] for k, dim in factor.ins.items()]
+    for outer in sorted({1} | outers):
+        if all(size > 1 and size % outer == 0 for size in sizes):
+            out: Layout = PARTIAL if factor.out is None else Split(factor.out, outer)
+            if factor.out == -1:
+                out = WHOLE
+            yield _strategy(op, {k: Split(d, outer) for k, d in factor.ins.items()}, out)
+
+
+def _strategy(op: Op, ins: dict[int, Split], out: Layout) -> Strategy:
+    layouts = tuple(ins.get(k, WHOLE) for k in range(len(op.inputs)))
+    return Strategy(layouts, tuple(s if s != WHOLE else PARTIAL for s in layouts), out)
+
+
+def _view_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
+    wanted = [(True, p) for p in sorted(pieces[op.inputs[0]])]
+    wanted += [(False, p) for p in sorted(pieces[op.node])]
+    pairs = view_pieces(op.shapes[0], op.out, wanted)
+    return [_strategy(op, {0: Split(*a)}, Split(*b)) for a, b in pairs]
+
+
+def _part_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
+    """split and chunk in equal parts: the parts become an outer part of the dim."""
+    rank = len(op.out)
+    cut = op.dim(2, rank)
+    num = op.shapes[0][cut] // op.out[cut]
+    found = [s for f in first_input(op, {cut}) for s in _of_factor(op, f, pieces)]
+    outers = {1} | {outer for d, outer in pieces[op.node] if d == cut}
+    equal = {info.shape for info in op.node.meta["info"]} == {op.out}
+    for outer in sorted(outers) if equal and num * op.out[cut] == op.shapes[0][cut] else []:
+        found.append(_strategy(op, {0: Split(cut, num * outer)}, Split(cut, outer)))
+    return found
+
+
+def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
+    """Every way to split every op of a graph on one axis; the first is always "not at all"."""
+    nodes = [Op(node) for node in graph.nodes if node.op == "call_function"]
+    pieces: Pieces = defaultdict(set)
+    found: dict[fx.Node, list[Strategy]] = {}
+    known: dict[fx.Node, list[int]] = {}  # pieces around an op when it was last looked at
+    todo = nodes
+    while todo:
+        for op in todo:
+            known[op.node] = _num_pieces(op, pieces)
+            found[op.node] = _strategies_of(op, pieces)
+            for strategy in found[op.node]:
+                for node, layout in (
+                    *zip(op.inputs, strategy.ins, strict=True), (op.node, strategy.out)
+                ):  # fmt: skip
+                    if isinstance(layout, Split) and layout.outer > 1:
+                        pieces[node].add((layout.dim, layout.outer))
+        todo = [op for op in reversed(nodes) if _num_pieces(op, pieces) != known[op.node]]
+    return {op.node: [_whole(op), *dict.fromkeys(found[op.node])] for op in nodes}
+
+
+def _num_pieces(op: Op, pieces: Pieces) -> list[int]:
+    """They only ever become more."""
+    return [len(pieces[node]) for node in (*op.inputs, op.node)]
+
+
+def _whole(op: Op) -> Strategy:
+    return Strategy((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.inputs), WHOLE)
