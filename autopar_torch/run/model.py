@@ -308,7 +308,8 @@ class ParallelModel(nn.Module):
             return
         for name, held in self.store.held.items():
             if isinstance(held.tensor, nn.Parameter):
-                yield Copy(name, (held.boxes(), held.zero and held.share.own_rows()), held.part)
+                rows = held.share.zero and held.share.own_rows()
+                yield Copy(name, (held.boxes(), rows), held.part)
 
     def _refuse_idle(self, spans: Sequence[Sequence[Any]], num_rows: int) -> None:
         """Where replicas meet inside the blocks, none may have nothing to do."""
