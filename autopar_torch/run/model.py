@@ -440,7 +440,7 @@ class ParallelModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
         with self._meeting("state_dict"):
-            return state.full_state(self, *args, **kwargs)
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip

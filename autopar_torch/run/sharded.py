@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from ..errors import RunError
 from .spread import Spread
@@ -141,15 +141,16 @@ def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     if not args:  # nn.init calls with names only
         first = next(key for key in ("tensor", "input", "self", *kwargs) if key in kwargs)
         args = (kwargs.pop(first),)
-    given = tree_flatten((args, kwargs))[0]
+    given = [y for x in (*args, *kwargs.values())
+             for y in (x if isinstance(x, (list, tuple)) else (x,))]  # fmt: skip
     _refresh(given)
     result = NotImplemented
-    if any(isinstance(x, Sharded) for x in given):
-        result = ANSWERS.get(name, _computed)(func, *args, **kwargs)
-        if result is NotImplemented:
-            result = _computed(func, *args, **kwargs)
-    else:
+    if not any(isinstance(x, Sharded) for x in given):
         result = _on_whole(func, args, kwargs)
+    elif name in ANSWERS:
+        result = ANSWERS[name](func, *args, **kwargs)
+    if result is NotImplemented:
+        result = _computed(name, func, args, kwargs)
     _write_back(kwargs.get("out", args[0] if _in_place(name) else None))
     return result
 
@@ -179,8 +180,7 @@ def _is_elementwise(name: str) -> bool:
     )  # fmt: skip
 
 
-def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    name = _name(func)
+def _computed(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     if isinstance(kwargs.get("out"), Sharded):
         raise RunError("a part cannot take the result of a function as out=", where=name,
                        fix="write parameter.copy_(result)")  # fmt: skip
