@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..shard.holdings import Box
-from . import plainly, steps, stored
+from . import optimizers, plainly, steps, stored
 from .jointly import by_first, jointly
 from .params import Held
 from .sharded import Sharded, local as local_of, mark
@@ -276,6 +276,7 @@ def _take(found: Checkpoint, optimizer: torch.optim.Optimizer | None, fitting: F
             optimizer.state.pop(param, None)
         for param, own in fitting.state.items():
             optimizer.state[param] = {key: _whole_again(param, v) for key, v in own.items()}
+        optimizers.learn(optimizer)
         for group, saved in fitting.groups:
             group |= {k: plainly.revived(v, group.get(k)) for k, v in saved.items()}
 

@@ -274,7 +274,8 @@ class ParallelModel(nn.Module):
             return
         for name, held in self.store.held.items():
             if isinstance(held.tensor, nn.Parameter):
-                yield Copy(name, (held.boxes(), held.zero and held.share.own_rows()), held.part)
+                rows = held.share.zero and held.share.own_rows()
+                yield Copy(name, (held.boxes(), rows), held.part)
 
     def _refuse_idle(self, num_rows: int) -> None:
         """Batch statistics are joined over replicas, of which none may have nothing to add."""
@@ -378,7 +379,7 @@ class ParallelModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
         with self._jointly(self.world.meeting, "state_dict"):
-            return state.full_state(self, *args, **kwargs)
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:  # fmt: skip

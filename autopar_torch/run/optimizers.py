@@ -6,7 +6,8 @@ mean whole tensors, and come out as in one process.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import cache
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,7 +19,6 @@ from torch.optim.optimizer import (
 )
 
 from .sharded import Sharded, ShardedParameter, mark, plainly
-from .spread import Spread
 
 Optimizer = optim.Optimizer
 _ELEMENTWISE = frozenset({
@@ -31,14 +31,11 @@ _plain: list[tuple[Tensor, type]] = []  # during a step: what it was before
 _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has nothing of
 
 
+@cache
 def attend() -> None:
     """From now on, at every step of every optimizer."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
-        _hooks.append(register_optimizer_step_post_hook(_after))
-
-
-_hooks: list[Any] = []
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 def restore() -> None:
@@ -58,16 +55,21 @@ def _ours(optimizer: Optimizer) -> list[ShardedParameter]:
             if type(p) is ShardedParameter]  # fmt: skip
 
 
+def learn(optimizer: Optimizer) -> None:
+    """Its state is that of whole tensors in state_dict() and load_state_dict() from now on."""
+    if optimizer not in _known and _ours(optimizer):
+        _known.add(optimizer)
+        optimizer.register_state_dict_post_hook(_full_state)
+        optimizer.register_load_state_dict_post_hook(_cut_state)
+        _cut_state(optimizer)
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     restore()
     ours = _ours(optimizer)
     if not ours:
         return
-    if optimizer not in _known:
-        _known.add(optimizer)
-        optimizer.register_state_dict_post_hook(_full_state)
-        optimizer.register_load_state_dict_post_hook(_cut_state)
-        _cut_state(optimizer)
+    learn(optimizer)
     # A closure is the script's: it has to see whole tensors. step(optimizer, closure)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if type(optimizer) in _ELEMENTWISE and closure is None:
@@ -105,52 +107,44 @@ def _cut_state(optimizer: Optimizer) -> None:
     with plainly():
         for param in _ours(optimizer):
             spread, state = param.spread, optimizer.state.get(param, {})
-            for key, value in list(state.items()):
-                if _is_whole(key, value, spread):
+            for key, value in state.items():
+                if type(value) is Tensor and key not in _NUMBERS and value.shape == spread.shape:
                     state[key] = mark(spread.part(value), spread)
             if spread.is_empty and type(optimizer) in _ELEMENTWISE and spread.shape.numel():
                 optimizer.state.pop(param, None)
-
-
-def _is_whole(key: str, value: Any, spread: Spread) -> bool:
-    return (type(value) is Tensor and key not in _NUMBERS and value.shape == spread.shape
-            and (value.dim() > 0 or spread.shape == ()))  # fmt: skip
 
 
 def _full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Full tensors on every rank, as one process has them. All ranks must ask."""
     restore()
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    own: dict[int, dict[str, Any]] = packed["state"]
-    told = {i: {key: _told(value) for key, value in values.items()}
-            for i, values in own.items() if type(params[i]) is ShardedParameter}  # fmt: skip
+    ours = {i: p for i, p in enumerate(params) if type(p) is ShardedParameter}
+    state: dict[int, dict[str, Any]] = packed["state"]
+    told = {i: {key: _told(value) for key, value in state[i].items()} for i in ours if i in state}
     world = _ours(optimizer)[0].spread.world
     with world.meeting("optimizer.state_dict"):
         everyone = world.gather(told)
+    whole = {i: values for i, values in state.items() if i not in ours}
     with plainly():
-        full = {
-            i: {key: _full_value(params[i], own.get(i, {}).get(key), kind)
-                for key, kind in next(there[i] for there in everyone if i in there).items()}
-            for i in sorted({i for there in everyone for i in there})
-        }  # fmt: skip
-    whole = {i: values for i, values in own.items() if i not in told}
-    return {**packed, "state": dict(sorted({**whole, **full}.items()))}
+        for i, param in ours.items():
+            holder = param.spread.atoms[0].holders[0] if param.spread.atoms else 0
+            for key, kind in everyone[holder].get(i, {}).items():
+                own = state.get(i, {}).get(key)
+                whole.setdefault(i, {})[key] = _full_value(param, own, kind)
+    return {**packed, "state": dict(sorted(whole.items()))}
 
 
 def _told(value: Any) -> Any:
     """What others need to know who have nothing of that parameter: a type, or a number."""
     if isinstance(value, Sharded):
         return value.dtype
-    return value if not isinstance(value, (Tensor, list, dict)) or _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
+    if isinstance(value, Tensor):
+        return None if value.dim() else value.cpu()
+    return None if isinstance(value, (list, dict)) else value
 
 
 def _full_value(param: ShardedParameter, own: Any, told: Any) -> Any:
-    spread = param.spread
     if not isinstance(told, torch.dtype):
-        return told if own is None else own
-    part = own if own is not None else torch.empty(spread.local, dtype=told, device=param.device)
-    return spread.gathered(cast(Tensor, part.detach()))
+        return own if told is None else told
+    part = own if own is not None else torch.empty(param.shape, dtype=told, device=param.device)
+    return param.spread.gathered(part.detach())

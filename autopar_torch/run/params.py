@@ -18,7 +18,7 @@ from torch._utils import _unflatten_dense_tensors
 from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
-from ..shard.holdings import Box, Holding, Team, all_holdings, team_of
+from ..shard.holdings import Box, all_holdings, team_of
 from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, boxes_of, buckets_of, shares_of
 from .sharded import adopt, local, plainly
@@ -35,42 +35,11 @@ class Held:
     axis: Axis | None
     shape: tuple[int, ...]  # full
     leaf: Tensor = field(default_factory=lambda: torch.empty(0))
+    dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
         return self.share.name
-
-    @property
-    def holding(self) -> Holding:
-        return self.share.holding
-
-    @property
-    def team(self) -> Team:
-        return self.share.team
-
-    @property
-    def zero(self) -> bool:
-        return self.share.zero
-
-    @property
-    def steady(self) -> bool:
-        return self.share.steady
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        return self.share.local
-
-    @property
-    def rows(self) -> int:
-        return self.share.rows
-
-    @property
-    def piece(self) -> int:
-        return self.share.piece
-
-    @property
-    def trainable(self) -> bool:
-        return self.tensor.requires_grad
 
     @property
     def part(self) -> Tensor:
@@ -105,9 +74,9 @@ class ParamStore:
     def cut(self, held: Held, full: Tensor) -> Tensor:
         """This rank's part of a full tensor, a copy."""
         value = full
-        for cut in held.holding.cuts:
+        for cut in held.share.holding.cuts:
             value = part(value, cut)
-        if held.zero:
+        if held.share.zero:
             start, end = held.share.own_rows()
             value = value[start:end]
         return value.detach().clone()
@@ -125,6 +94,10 @@ class ParamStore:
             else:
                 put(tensor, cast(Tensor, source(name)))
         self._make_leaves()
+        self.spreads = {name: self._spread(name, self.tensors[name])
+                        for name in self.holdings if not self._is_everywhere(name)}  # fmt: skip
+        for name, spread in self.spreads.items():
+            adopt(self.tensors[name], spread)
 
     def follow(self, graph: ModelGraph) -> None:
         """Other parameters are trained from now on (never with ZeRO: pieces stay as they are)."""
@@ -134,18 +107,14 @@ class ParamStore:
         self._make_leaves()
 
     def _make_leaves(self) -> None:
-        for held in self.held.values():
-            self._make_leaf(held)
-        whole = [held for held in self.held.values() if not held.zero]
-        self.copied = [held for held in whole if held.leaf.dtype != held.tensor.dtype]
-        self.same = [(held.leaf, held.tensor) for held in whole
-                     if held.leaf.dtype == held.tensor.dtype]  # fmt: skip
+        with plainly():
+            for held in self.held.values():
+                self._make_leaf(held)
+            whole = [held for held in self.held.values() if not held.share.zero]
+            self.copied = [held for held in whole if held.leaf.dtype != held.dtype]
+            self.same = [(h.leaf, h.tensor) for h in whole if h.leaf.dtype == h.dtype]
         self.gathered = [held for held in self.held.values()
-                         if held.zero and not self.gathers_per_use(held)]  # fmt: skip
-        self.spreads = {name: self._spread(name, self.tensors[name])
-                        for name in self.holdings if not self._is_everywhere(name)}  # fmt: skip
-        for name, spread in self.spreads.items():
-            adopt(self.tensors[name], spread)
+                         if held.share.zero and not self.gathers_per_use(held)]  # fmt: skip
 
     def _is_everywhere(self, name: str) -> bool:
         """Whether every rank keeps all of a parameter."""
@@ -163,18 +132,19 @@ class ParamStore:
         )  # fmt: skip
 
     def _make_leaf(self, held: Held) -> None:
+        tensor, cast_to = held.tensor, self.dtype
+        held.dtype = tensor.dtype
         if self.graph.params[held.name].buffer:
-            held.leaf = held.tensor.detach()
+            held.leaf = tensor.detach()
             return
-        cast_to = self.dtype if self.dtype and held.tensor.is_floating_point() else None
-        if held.zero or cast_to:
-            kind = cast_to or held.tensor.dtype
-            held.leaf = torch.empty(held.local, dtype=kind, device=held.tensor.device)
-        else:
-            held.leaf = held.tensor.detach()
-        held.leaf.requires_grad_(held.trainable)
-        if held.tensor.is_floating_point() and not self.plan.keeps_bfloat16:
-            held.leaf.grad_dtype = held.tensor.dtype
+        if not tensor.is_floating_point() or cast_to is None:
+            cast_to = tensor.dtype
+        held.leaf = tensor.detach()
+        if held.share.zero or cast_to != tensor.dtype:
+            held.leaf = torch.empty(held.share.local, dtype=cast_to, device=tensor.device)
+        held.leaf.requires_grad_(tensor.requires_grad)
+        if tensor.is_floating_point() and not self.plan.keeps_bfloat16:
+            held.leaf.grad_dtype = tensor.dtype
         if self.gathers_per_use(held):
             held.leaf.untyped_storage().resize_(0)
 
@@ -190,23 +160,23 @@ class ParamStore:
 
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
-        return self.plan.zero == 3 and held.steady
+        return self.plan.zero == 3 and held.share.steady
 
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
         for axis, group in _by_team(helds):
-            flat = torch.cat([flat_piece(h.part, h.leaf.dtype, h.piece) for h in group])
+            flat = torch.cat([flat_piece(h.part, h.leaf.dtype, h.share.piece) for h in group])
             pieces = gather_pieces(flat, axis)
             offset = 0
             for held in group:
-                self._fill(held, [p[offset : offset + held.piece] for p in pieces])
-                offset += held.piece
+                self._fill(held, [p[offset : offset + held.share.piece] for p in pieces])
+                offset += held.share.piece
 
     def _fill(self, held: Held, pieces: list[Tensor]) -> None:
         storage = held.leaf.untyped_storage()
         if storage.size() == 0:
             storage.resize_(held.leaf.numel() * held.leaf.element_size())
-        fill(held.leaf, held.rows, pieces)
+        fill(held.leaf, held.share.rows, pieces)
 
     def release(self, held: Held) -> None:
         """Free a gathered leaf; what autograd saved of it is filled again by `gather`."""
@@ -230,7 +200,7 @@ def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
     groups: dict[tuple[int, ...], list[Held]] = {}
     for held in helds:
-        groups.setdefault(held.team.ranks, []).append(held)
+        groups.setdefault(held.share.team.ranks, []).append(held)
     return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
 
 
@@ -239,8 +209,8 @@ class Bucket:
 
     def __init__(self, helds: list[Held]) -> None:
         self.helds, self.axis = helds, helds[0].axis
-        self.zero, self.mixed = helds[0].zero, helds[0].team.mixed
-        self.steady = helds[0].steady
+        self.zero, self.mixed = helds[0].share.zero, helds[0].share.team.mixed
+        self.steady = helds[0].share.steady
         self.sizes = [self._size(h) for h in helds]
         self.names = frozenset(h.name for h in helds)
         self.leaves = [h.leaf for h in helds]
@@ -253,13 +223,13 @@ class Bucket:
     def _size(self, held: Held) -> int:
         if self.mixed:
             return math.prod(held.shape)
-        return held.piece if self.zero else math.prod(held.local)
+        return held.share.piece if self.zero else math.prod(held.share.local)
 
     def _message(self) -> Tensor:
         """What the leaves have gathered, as one tensor; the leaves start afresh."""
-        like, size = self.helds[0].tensor, sum(self.sizes)
+        like, size = self.helds[0], sum(self.sizes)
         shape = (cast(Axis, self.axis).parts, size) if self.zero else (size,)
-        flat = torch.empty(shape, dtype=like.dtype, device=like.device)
+        flat = torch.empty(shape, dtype=like.dtype, device=like.leaf.device)
         if not (self.zero or self.mixed):  # the usual case, in one call
             return torch.cat([self._taken(held).reshape(-1) for held in self.helds], out=flat)
         for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
@@ -270,10 +240,10 @@ class Bucket:
         grad = self._taken(held)
         if self.mixed:
             target.zero_()
-            paste(target.view(held.shape), grad / held.holding.num_copies,
-                  held.holding.boxes(held.shape))  # fmt: skip
+            paste(target.view(held.shape), grad / held.share.holding.num_copies,
+                  held.share.holding.boxes(held.shape))  # fmt: skip
         else:
-            copy_rows(target, grad.reshape(-1), held.piece)
+            copy_rows(target, grad.reshape(-1), held.share.piece)
 
     def _taken(self, held: Held) -> Tensor:
         """The gradient that a leaf has gathered, which starts afresh; zeros if none arrived."""
@@ -299,7 +269,7 @@ class Bucket:
         if self.axis is None:
             for held in self.helds:
                 if held.leaf.grad is not None:
-                    _add(into, held.name, self._taken(held).to(held.tensor.dtype))
+                    _add(into, held.name, self._taken(held).to(held.dtype))
             return
         arrive(self.works)
         flat = cast(Tensor, self.flat) if self.got is None else added(self.got.unbind())

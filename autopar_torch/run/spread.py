@@ -1,5 +1,4 @@
-"""How a tensor is spread over the ranks: its whole from the parts, its part of the whole, and what
-a function of every element gives, each element counted once.
+"""How a tensor is spread over the ranks: its whole from the parts, its part of the whole.
 
 All of it is collective: every rank runs the same script, so every rank asks at the same point.
 """
@@ -16,8 +15,6 @@ from torch import Tensor
 from ..shard.atoms import Atom, atoms
 from ..shard.holdings import Box
 from .world import World
-
-Each = Callable[[list[Tensor]], list[Tensor]]  # one number of every tensor
 
 
 class Spread:
@@ -59,8 +56,7 @@ class Spread:
         full = torch.zeros(self.shape, dtype=local.dtype, device=local.device)
         for (offsets, sizes), piece in self.spoken(local):
             full[_index(offsets, sizes)] = piece
-        self.world.sum(full.view(torch.uint8) if full.dtype == torch.bool else full)
-        return full
+        return summed(full, self.world)
 
     def spoken(self, local: Tensor) -> list[tuple[Box, Tensor]]:
         """(box, view of the part) of all that this rank speaks for."""
@@ -80,6 +76,12 @@ class Spread:
             if all(a >= 0 and a + n <= m for a, n, m in zip(start, box[1], sizes, strict=True)):
                 return piece[_index(start, box[1])]
         return local[:0]
+
+
+def summed(x: Tensor, world: World) -> Tensor:
+    """Over all ranks, in place."""
+    world.sum(x.view(torch.uint8) if x.dtype == torch.bool else x)
+    return x
 
 
 def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -128,45 +130,3 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.spread.whole(grads[0]), None
-
-
-class _Everyones(torch.autograd.Function):
-    """Numbers of this rank, in their places among everyone's. All who have an atom have the same
-    number of it; the loss is the same on all ranks, so each takes the gradient of its own place."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, slots: list[int], said: list[int], count: int,
-                world: World) -> Tensor:  # fmt: skip
-        ctx.slots = slots
-        every = torch.zeros(count, dtype=own.dtype, device=own.device)
-        if said:
-            every[[slots[i] for i in said]] = own[said]
-        return world.sum(every)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0][ctx.slots], None, None, None, None
-
-
-def everyones(parts: Sequence[tuple[Spread, Tensor]],
-              each: Each) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """`each` of every atom of tensors, on every rank, in one message; and how many each has."""
-    world = parts[0][0].world
-    slots: list[int] = []
-    said: list[int] = []
-    pieces: list[Tensor] = []
-    count = 0
-    for spread, local in parts:
-        for slot, atom in enumerate(spread.atoms, count):
-            if world.rank in atom.holders:
-                if atom.holders[0] == world.rank:
-                    said.append(len(slots))
-                slots.append(slot)
-                pieces.append(spread.atom(local, atom))
-        count += len(spread.atoms)
-    example = sum(torch.zeros(1, dtype=kind) for kind in {local.dtype for _, local in parts})
-    own = torch.zeros(0, dtype=each([cast(Tensor, example)])[0].dtype, device=parts[0][1].device)
-    if pieces:
-        own = torch.stack([x.to(own.dtype) for x in each(pieces)])
-    every = cast(Tensor, _Everyones.apply(own, slots, said, count, world))
-    return every, [len(spread.atoms) for spread, _ in parts]

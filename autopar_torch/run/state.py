@@ -6,9 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import CheckpointError, RunError
 from ..shard.holdings import Box
@@ -39,63 +37,43 @@ def spoken(model: ParallelModel, held: Held, value: Tensor) -> list[tuple[Box, T
 def clip_grad_norm(model: ParallelModel, max_norm: float, norm_type: float,
                    error_if_nonfinite: bool, foreach: bool | None) -> Tensor:  # fmt: skip
     """torch's clip_grad_norm_ over every element of the model once, in one message."""
-    if model.fallback_reason or model.world.size == 1:
-        return torch.nn.utils.clip_grad_norm_(model.module.parameters(), max_norm, norm_type,
-                                              error_if_nonfinite, foreach)  # fmt: skip
-    grads = [p.grad for p in model.module.parameters() if p.grad is not None]
-    if not grads:
-        return torch.tensor(0.0)
-    norm = total_norm(grads, float(norm_type))
+    params = [p for p in model.module.parameters() if p.grad is not None]
+    if not params or not norm_type:
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = total_norm([cast(Tensor, p.grad) for p in params], float(norm_type))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RunError(f"the norm of all gradients is {float(norm)}, so they cannot be clipped",
                        where="clip_grad_norm_",
                        fix="find what made them so, or pass error_if_nonfinite=False")  # fmt: skip
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if float(factor) != 1.0:
-        torch._foreach_mul_(grads, factor)
+    with plainly():
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach is not False)
     return norm
 
 
 def watch(module: nn.Module) -> None:
     """`state_dict()` of a module, and of any in it, has full tensors from now on."""
     for sub in module.modules():
-        if _whole_entries not in sub._state_dict_hooks.values():
-            sub._register_state_dict_hook(_whole_entries)
+        sub._register_state_dict_hook(_whole_entries)
 
 
 _made: dict[str, Any] = {"of": lambda: None, "wholes": {}}  # by the state_dict() under way
 
 
 def _whole_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Tied parameters give one tensor, as in one process."""
     if _made["of"]() is not state:
-        _made.update(of=weakref.ref(state), wholes={})
+        _made.update(of=weakref.ref(state), wholes=weakref.WeakValueDictionary())
     for name in (*module._parameters, *module._buffers):
         value = state.get(prefix + name)
         if type(value) is Sharded:
-            state[prefix + name] = _once(value)
-
-
-def _once(value: Sharded) -> Tensor:
-    """Tied parameters give one tensor, as in one process."""
-    wholes = _made["wholes"]
-    known = wholes.get(id(value.spread), lambda: None)()
-    if known is None:
-        with plainly():
-            known = value.spread.gathered(value)
-        wholes[id(value.spread)] = weakref.ref(known)
-    return cast(Tensor, known)
-
-
-def full_state(model: ParallelModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Every parameter and persistent buffer, whole, under all of its original names."""
-    own: dict[str, Any] = model.module.state_dict(*args, **kwargs)
-    if model._plan is None or model.fallback_reason:
-        return {name: value.detach().clone() for name, value in own.items()}
-    return own
+            whole = _made["wholes"].get(id(value.spread))
+            if whole is None:
+                whole = _made["wholes"][id(value.spread)] = value.spread.gathered(local(value))
+            state[prefix + name] = whole
 
 
 def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> Any:
-    """Full tensors in, this rank's parts kept."""
+    """Full tensors in, this rank's parts kept; nothing is changed unless all fit."""
     own = model.module.state_dict(keep_vars=True)
     missing = [n for n in own if n not in state]
     extra = [n for n in state if n not in own]
@@ -104,12 +82,7 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
             f"missing {missing[:5]}, unexpected {extra[:5]}", where="load_state_dict",
             fix="pass strict=False to ignore",
         )  # fmt: skip
-    if model._plan is None or model.fallback_reason:
-        return model.module.load_state_dict(state, strict)
-    given = [name for name in own if name in state]
-    for name in given:
-        same_shape(name, state[name].shape, own[name].shape, "load_state_dict")
-    with torch.no_grad():
-        for name in given:
-            own[name].copy_(state[name])
-    return _IncompatibleKeys(missing, extra)
+    for name, here in own.items():
+        if name in state and isinstance(here, Tensor):
+            same_shape(name, state[name].shape, here.shape, "load_state_dict")
+    return model.module.load_state_dict(state, strict)

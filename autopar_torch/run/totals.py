@@ -5,43 +5,55 @@ Every rank computes it for the atoms that it holds; one message joins them.
 
 from __future__ import annotations
 
-import logging
-import math
+import functools
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .sharded import ANSWERS, Sharded, plainly
-from .spread import everyones
+from .spread import summed
+from .world import World
 
-log = logging.getLogger("autopar_torch")
-
-
-def _each(func: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda tensors: [func(x) for x in tensors]
+Each = Callable[[list[Tensor]], Sequence[Tensor]]  # one number of every tensor
 
 
-def _joined(x: Tensor, first: Callable[[Tensor], Tensor],
-            then: Callable[[Tensor], Tensor]) -> Any:  # fmt: skip
-    every, _ = everyones([(cast(Sharded, x).spread, x)], _each(first))
-    return then(every)
+class _Everyones(torch.autograd.Function):
+    """Numbers of this rank, in their places among everyone's. All who have an atom have the same
+    number of it; the loss is the same on all ranks, so each takes the gradient of its own place."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, slots: list[int], speaks: list[bool], count: int,
+                world: World) -> Tensor:  # fmt: skip
+        ctx.slots = slots
+        every = own.new_zeros(count)
+        every[slots] = own.where(torch.tensor(speaks, dtype=torch.bool, device=own.device), 0)
+        return summed(every, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0][ctx.slots], None, None, None, None
 
 
-def _is_total(x: Any, dims: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    asked = [kwargs.get(key) for key in ("dim", "axis", "keepdim", "keepdims", "out")]
-    return isinstance(x, Sharded) and not dims and not any(x is not None and x is not False
-                                                           for x in asked)  # fmt: skip
-
-
-def _sum(func: Any, x: Tensor, *dims: Any, dtype: torch.dtype | None = None, **kw: Any) -> Any:
-    if not _is_total(x, dims, kw):
-        return NotImplemented
-    wide = _wide(dtype or x.dtype)
-    found = _joined(x, lambda t: t.sum(dtype=wide), lambda every: every.sum(dtype=every.dtype))
-    return found if wide is None else found.to(dtype or x.dtype)
+def _everyones(tensors: Sequence[Sharded], each: Each) -> Tensor:
+    """`each` of every atom of tensors, on every rank, in one message."""
+    rank, count = tensors[0].spread.world.rank, 0
+    slots: list[int] = []
+    speaks: list[bool] = []
+    pieces: list[Tensor] = []
+    for x in tensors:
+        for slot, atom in enumerate(x.spread.atoms, count):
+            if rank in atom.holders:
+                slots.append(slot)
+                speaks.append(atom.holders[0] == rank)
+                pieces.append(x.spread.atom(x, atom))
+        count += len(x.spread.atoms)
+    widest = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    own = each([torch.zeros(1, dtype=widest, device=tensors[0].device)])[0].new_zeros(0)
+    if pieces:
+        own = torch.stack([number.to(own.dtype) for number in each(pieces)])
+    return cast(Tensor, _Everyones.apply(own, slots, speaks, count, tensors[0].spread.world))
 
 
 def _wide(kind: torch.dtype) -> torch.dtype | None:
@@ -49,86 +61,48 @@ def _wide(kind: torch.dtype) -> torch.dtype | None:
     return torch.float32 if kind in (torch.bfloat16, torch.float16) else None
 
 
-def _mean(func: Any, x: Tensor, *dims: Any, dtype: torch.dtype | None = None, **kw: Any) -> Any:
-    found = _sum(func, x, *dims, dtype=dtype, **kw)
-    if found is NotImplemented or not (found.is_floating_point() or found.is_complex()):
-        return NotImplemented
-    return found / math.prod(cast(Sharded, x).spread.shape)
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dtype=_wide(x.dtype))
 
 
-def _extreme(name: str) -> Callable[..., Any]:
-    def answer(func: Any, x: Tensor, *dims: Any, **kw: Any) -> Any:
-        if not _is_total(x, dims, kw) or not math.prod(cast(Sharded, x).spread.shape):
+def _total(each: Callable[[Tensor], Tensor],
+           join: Callable[[Tensor, int], Tensor]) -> Callable[..., Any]:  # fmt: skip
+    def answer(func: Any, x: Tensor, *dims: Any, **options: Any) -> Any:
+        if dims or options or not isinstance(x, Sharded) or not x.spread.shape.numel():
             return NotImplemented
-        return _joined(x, lambda t: getattr(t, name)(), lambda every: getattr(every, name)())
+        every = _everyones([x], lambda xs: [each(one) for one in xs])
+        found = join(every, x.spread.shape.numel())
+        return found.to(x.dtype) if x.is_floating_point() and found.is_floating_point() else found
 
     return answer
 
 
-def _truth(name: str) -> Callable[..., Any]:
-    def answer(func: Any, x: Tensor, *dims: Any, **kw: Any) -> Any:
-        if not _is_total(x, dims, kw):
-            return NotImplemented
-        return _joined(x, lambda t: getattr(t, name)().to(torch.uint8),
-                       lambda every: getattr(every.bool(), name)())  # fmt: skip
-
-    return answer
-
-
-def _norm(func: Any, x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False,
-          dtype: torch.dtype | None = None, **kw: Any) -> Any:  # fmt: skip
+def _norm(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """torch.norm and Tensor.norm (`p`), linalg.vector_norm and linalg.norm (`ord`)."""
-    of_vectors = func is not torch.linalg.norm
-    order = kw.pop("p", ord)
-    order = 2.0 if order is None or (order == "fro" and of_vectors) else order
-    if isinstance(order, str) or kw or not _is_total(x, (), {"dim": dim, "keepdim": keepdim}):
+    order, *more = (*args, *kwargs.values()) or (None,)
+    matrix = func is torch.linalg.norm and order is not None
+    if order is None or (order == "fro" and not matrix):
+        order = 2.0
+    if matrix or more or not {"p", "ord"}.issuperset(kwargs) or isinstance(order, str) or (
+            not isinstance(x, Sharded)):  # fmt: skip
         return NotImplemented
-    if not of_vectors and ord is not None:
-        return NotImplemented
-    _tell_once("each norm of a parameter or gradient is a message between the ranks; "
-               "model.clip_grad_norm_() needs one for all")  # fmt: skip
-    return norms([x], float(order), dtype)[0]
-
-
-def norms(tensors: Sequence[Tensor], order: float,
-          dtype: torch.dtype | None = None) -> list[Tensor]:  # fmt: skip
-    """The norm of each tensor, in one message."""
-    found = zip(tensors, _norms_of_atoms(tensors, order, dtype), strict=True)
-    return [_norm_of(numbers, order).to(dtype or x.dtype) for x, numbers in found]
+    return total_norm([x], float(order)).to(x.dtype)
 
 
 def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all tensors as one vector, in one message."""
+
+    def each(xs: list[Tensor]) -> Sequence[Tensor]:
+        wide = next((_wide(x.dtype) for x in xs if _wide(x.dtype)), None)
+        return torch._foreach_norm(xs, order, dtype=wide)
+
     with plainly():
-        if order == 0:
-            return _norm_of(torch.stack(norms(tensors, order)), 1.0)
-        return _norm_of(torch.cat(_norms_of_atoms(tensors, order)), order)
-
-
-def _norms_of_atoms(tensors: Sequence[Tensor], order: float,
-                    dtype: torch.dtype | None = None) -> list[Tensor]:  # fmt: skip
-    def each(xs: list[Tensor]) -> list[Tensor]:
-        kind = dtype or next((_wide(x.dtype) for x in xs if _wide(x.dtype)), None)
-        return list(torch._foreach_norm(xs, order, dtype=kind))
-
-    parts = [x for x in tensors if isinstance(x, Sharded)]
-    rest = [x for x in tensors if not isinstance(x, Sharded)]
-    every, counts = everyones([(x.spread, x) for x in parts], each) if parts else (None, [])
-    split = iter(every.split(counts)) if every is not None else iter(())
-    alone = iter(each(rest) if rest else [])
-    return [next(split) if isinstance(x, Sharded) else next(alone)[None] for x in tensors]
-
-
-def _norm_of(numbers: Tensor, order: float) -> Tensor:
-    if len(numbers) == 1:
-        return numbers[0]
-    if order == 0:
-        return numbers.sum()
-    return torch.linalg.vector_norm(numbers, order)
-
-
-def _foreach_norm(func: Any, tensors: Any, ord: Any = 2, dtype: Any = None) -> Any:
-    return norms(tensors, float(ord), dtype)
+        parts = [x for x in tensors if isinstance(x, Sharded)]
+        rest = [x for x in tensors if not isinstance(x, Sharded)]
+        found = [_everyones(parts, each)] if parts else []
+        found += [torch.stack(list(each(rest)))] if rest else []
+        numbers = torch.cat(found)
+        return numbers.sum() if order == 0 else torch.linalg.vector_norm(numbers, order)
 
 
 def _unscaled(func: Any, grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -139,26 +113,17 @@ def _unscaled(func: Any, grads: Any, found_inf: Tensor, inv_scale: Tensor) -> No
     found_inf.copy_((total != 0).to(found_inf.dtype))
 
 
-@cache
-def _tell_once(text: str) -> None:
-    log.info("%s", text)
-
-
 ANSWERS.update(
     {
-        "sum": _sum,
-        "mean": _mean,
-        "max": _extreme("max"),
-        "min": _extreme("min"),
-        "amax": _extreme("amax"),
-        "amin": _extreme("amin"),
-        "any": _truth("any"),
-        "all": _truth("all"),
-        "norm": _norm,
-        "linalg_vector_norm": _norm,
-        "linalg_norm": _norm,
-        "vector_norm": _norm,
-        "_foreach_norm": _foreach_norm,
-        "_amp_foreach_non_finite_check_and_unscale_": _unscaled,
+        "sum": _total(_sum, lambda every, _: every.sum()),
+        "mean": _total(_sum, lambda every, count: every.sum() / count),
+        "max": _total(torch.max, lambda every, _: every.max()),
+        "min": _total(torch.min, lambda every, _: every.min()),
+        "amax": _total(torch.amax, lambda every, _: every.amax()),
+        "amin": _total(torch.amin, lambda every, _: every.amin()),
+        "any": _total(lambda x: x.any().int(), lambda every, _: every.any()),
+        "all": _total(lambda x: x.all().int(), lambda every, _: every.all()),
     }
 )
+ANSWERS.update(dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "vector_norm"), _norm))
+ANSWERS["_amp_foreach_non_finite_check_and_unscale_"] = _unscaled
