@@ -52,7 +52,7 @@ def check_all() -> dict[str, str]:
         try:
             globals()[name]()
             found[name] = ""
-        except AssertionError as error:
+        except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
 

@@ -125,6 +125,10 @@ class ParamStore:
             else:
                 put(tensor, cast(Tensor, source(name)))
         self._make_leaves()
+        self.spreads = {name: self._spread(name, self.tensors[name])
+                        for name in self.holdings if not self._is_everywhere(name)}  # fmt: skip
+        for name, spread in self.spreads.items():
+            adopt(self.tensors[name], spread)
 
     def follow(self, graph: ModelGraph) -> None:
         """Other parameters are trained from now on (never with ZeRO: pieces stay as they are)."""
@@ -142,10 +146,6 @@ class ParamStore:
                      if held.leaf.dtype == held.tensor.dtype]  # fmt: skip
         self.gathered = [held for held in self.held.values()
                          if held.zero and not self.gathers_per_use(held)]  # fmt: skip
-        self.spreads = {name: self._spread(name, self.tensors[name])
-                        for name in self.holdings if not self._is_everywhere(name)}  # fmt: skip
-        for name, spread in self.spreads.items():
-            adopt(self.tensors[name], spread)
 
     def _is_everywhere(self, name: str) -> bool:
         """Whether every rank keeps all of a parameter."""
@@ -164,14 +164,14 @@ class ParamStore:
 
     def _make_leaf(self, held: Held) -> None:
         if self.graph.params[held.name].buffer:
-            held.leaf = held.tensor.detach()
+            held.leaf = held.part.detach()
             return
         cast_to = self.dtype if self.dtype and held.tensor.is_floating_point() else None
         if held.zero or cast_to:
             kind = cast_to or held.tensor.dtype
             held.leaf = torch.empty(held.local, dtype=kind, device=held.tensor.device)
         else:
-            held.leaf = held.tensor.detach()
+            held.leaf = held.part.detach()
         held.leaf.requires_grad_(held.trainable)
         if held.tensor.is_floating_point() and not self.plan.keeps_bfloat16:
             held.leaf.grad_dtype = held.tensor.dtype
@@ -219,6 +219,9 @@ def put(tensor: Tensor, value: Tensor) -> None:
         fresh = nn.Parameter(value, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, fresh if isinstance(tensor, nn.Parameter) else value)
     else:
+        if tensor.requires_grad:  # torch forgets the old shape only with the old type; without, a
+            other = torch.float32 if value.dtype == torch.float16 else torch.float16  # graph that
+            tensor.data = value.new_empty(0, dtype=other)  # is kept (pruning, weight_norm) has it
         tensor.data = value
 
 
