@@ -312,7 +312,7 @@ class Reentrant(Checkpointed):
 
 
 LOST = {
-    Reversed: ("Reversal", "test_burnt.py"),
+    Reversed: ("Reversal", "test_burnt.Reversal"),
     Counting: ("calls", "self.calls += 1"),
     Collecting: ("seen", "forward"),
     Chancy: ("random", "forward"),

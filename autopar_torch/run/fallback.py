@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, TraceError
 from ..plan import Plan
 from ..trace.call import Call
-from ..trace.capture import LossFn
-from ..trace.form import Form, form_of, take_outputs
+from ..trace.form import LossFn, form_of, outputs_of
 from .handover import hand_over
 from .randomness import dropout_apart
 from .returned import returned
@@ -93,7 +92,7 @@ class _Step(nn.Module):
         if share:
             own = call.rebuild(call.slice(tensors, rows.start, rows.stop))
             with call.surroundings(parallel.device):
-                form, named = self._named(parallel.module, *own)
+                form, named = outputs_of(parallel.module, self.loss_fn, *own)
             loss = _loss(named) * share
         total = parallel.world.sum(loss.detach().clone())
         parts = {(rows.start, rows.stop): loss} if share else {}
@@ -104,18 +103,8 @@ class _Step(nn.Module):
     def _whole(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:
         """Every rank has all of the module: without gradients it runs the whole batch itself."""
         with call.surroundings(parallel.device):
-            form, named = self._named(parallel.module, *call.rebuild(tensors))
+            form, named = outputs_of(parallel.module, self.loss_fn, *call.rebuild(tensors))
         return returned(named, form, call.num_rows, train=False)
-
-    def _named(self, module: nn.Module, args: Any,
-               kwargs: Any) -> tuple[Form, dict[str, Tensor]]:  # fmt: skip
-        target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
-        output = module(*args, **kwargs)
-        form, named = take_outputs(output)
-        if self.loss_fn and target:
-            named = {**named, "loss": self.loss_fn(output, *target)}
-            form = form_of(named)
-        return form, named
 
     def _grads(self, parallel: ParallelModel, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
         params = [p for p in parallel.module.parameters() if p.requires_grad]

@@ -14,7 +14,8 @@ from ..model import ParamInfo
 from ..plan import Precision, check_precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
-from ..trace.capture import LossFn, describe_params, user_line
+from ..trace.capture import describe_params, user_line
+from ..trace.form import LossFn
 from .randomness import untouched
 from .world import World
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..model import at_rows
 
+LossFn = Callable[..., Tensor]
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
@@ -77,6 +78,18 @@ def form_of(names: Iterable[str]) -> Form:
     places = {name: Named(name) for name in names}
     leaves, spec = pytree.tree_flatten(places)
     return Form(spec, tuple(leaves), by_name=True)
+
+
+def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
+               kwargs: dict[str, Any]) -> tuple[Form, dict[str, Tensor]]:  # fmt: skip
+    """What the model returns; where `target=` is given, with the loss of `loss_fn`."""
+    target = (kwargs.pop("target"),) if loss_fn and "target" in kwargs else ()
+    output = model(*args, **kwargs)
+    form, named = take_outputs(output)
+    if loss_fn and target:
+        named = {**named, "loss": loss_fn(output, *target)}
+        form = form_of(named)
+    return form, named
 
 
 def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
