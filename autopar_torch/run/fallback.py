@@ -32,39 +32,33 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         "the model cannot be traced, so it trains with data parallelism on the untouched module; "
         "the loss is averaged by rows. Reason: %s", reason,
     )  # fmt: skip
-    plan = parallel._plan = _plain(plan)
+    plan = parallel._plan = _plain(plan, parallel.outputs)
     parallel.replica = next(r for r, replica in enumerate(plan.replicas)
                             if parallel.world.rank in replica.stages[0].devices)  # fmt: skip
     parallel.fallback_reason = reason
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")  # fmt: skip
-    if parallel.outputs:
-        log.warning("not honoured, as the model cannot be traced: outputs")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
     parallel.draw_as(0)
     parallel.fallback = _Step(parallel, loss_fn)
 
 
-def _plain(plan: Plan) -> Plan:
+def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
     """What is done of a plan: replicas, each on its share of the rows. The rest is said."""
     alike = len({replica.num_micro_batches for replica in plan.replicas}) == 1
-    dropped = {
-        "zero": plan.zero > 0,
-        "num_micro_batches": alike and plan.replicas[0].num_micro_batches > 1,
-        "recompute": any(s.recompute for replica in plan.replicas for s in replica.stages),
-        "precision": plan.precision != "float32",
-    }
-    if any(dropped.values()):
-        log.warning("not honoured, as the model cannot be traced: %s",
-                    ", ".join(name for name, asked in dropped.items() if asked))  # fmt: skip
     replicas = tuple(
         replace(replica, num_micro_batches=1 if alike else replica.num_micro_batches,
                 stages=tuple(replace(stage, recompute=False) for stage in replica.stages))
         for replica in plan.replicas
     )  # fmt: skip
-    return replace(plan, replicas=replicas, zero=0, precision="float32")
+    kept = replace(plan, replicas=replicas, zero=0, precision="float32")
+    asked = {"zero": plan.zero, "precision": plan.precision != "float32", "outputs": outputs,
+             "num_micro_batches, recompute": replicas != plan.replicas}  # fmt: skip
+    if dropped := [name for name, wanted in asked.items() if wanted]:
+        log.warning("not honoured, as the model cannot be traced: %s", ", ".join(dropped))
+    return kept
 
 
 class _Step(nn.Module):
