@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import autopar_torch as ap
 import oracle
 import zoo
-from autopar_torch.errors import PlanError
+from autopar_torch.errors import FileError
 from autopar_torch.run import world
 from ranks import run_ranks
 
@@ -345,7 +345,7 @@ def test_precision_slowly(slow_claims: dict[str, str], name: str) -> None:
 
 @pytest.mark.parametrize("field", ["precision", "grad_dtype"])
 def test_unknown_precision_is_refused(field: str) -> None:
-    with pytest.raises(PlanError, match="unknown precision 'float16'"):
+    with pytest.raises(FileError, match=rf"'float16' - at .*{field}"):
         ap.parallelize(zoo.build("mlp"), plan=ap.Plan.uniform(**{field: "float16"}))
 
 
