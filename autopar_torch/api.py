@@ -42,7 +42,7 @@ from .simulate import simulate as simulated
 from .timeline import Timeline
 from .trace import Traced
 from .trace.call import Call, take_apart
-from .trace.capture import LossFn
+from .trace.form import LossFn
 
 log = logging.getLogger("autopar_torch")
 FIELDS = Constraints.__struct_fields__

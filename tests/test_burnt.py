@@ -35,24 +35,30 @@ ALL = (TP2, PP2, DP2, ZERO3)
 
 
 @pytest.fixture(scope="module")
-def claims() -> dict[str, Any]:
-    """All claims of this file, checked in one start of 2 ranks: name -> "" or what was wrong."""
-    return run_ranks(2, "test_burnt:check_all")[0]
+def claims() -> dict[str, str]:
+    """All quick claims of this file, checked in one start of 2 ranks: name -> what was wrong."""
+    return run_ranks(2, "test_burnt:check_all", "claim_")[0]  # type: ignore[no-any-return]
 
 
-def _names() -> list[str]:
-    return [name for name in sorted(globals()) if name.startswith("claim_")]
+@pytest.fixture(scope="module")
+def slow_claims() -> dict[str, str]:
+    """All others, in another start."""
+    return run_ranks(2, "test_burnt:check_all", "slow_claim_")[0]  # type: ignore[no-any-return]
 
 
-def check_all() -> dict[str, str]:
+def _names(prefix: str) -> list[str]:
+    return sorted(name for name in globals() if name.startswith(prefix))
+
+
+def check_all(prefix: str) -> dict[str, str]:
     world.start()
     torch.set_num_threads(1)
     found = {}
-    for name in _names():
+    for name in _names(prefix):
         try:
             globals()[name]()
             found[name] = ""
-        except AssertionError as error:
+        except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -142,7 +148,15 @@ def step(model: Any, plain: Any, seed: int = 0) -> bool:
 
 
 def claim_attributes_that_change_are_followed() -> None:
-    for degrees in ALL:
+    _follow_changes((TP2,))
+
+
+def slow_claim_attributes_that_change_are_followed_by_other_plans() -> None:
+    _follow_changes((PP2, DP2, ZERO3))
+
+
+def _follow_changes(plans: tuple[dict[str, Any], ...]) -> None:
+    for degrees in plans:
         for name, change in CHANGES.items():
             model, plain = parallel(degrees), net()
             assert step(model, plain), (degrees, name, "before")
@@ -312,7 +326,7 @@ class Reentrant(Checkpointed):
 
 
 LOST = {
-    Reversed: ("Reversal", "test_burnt.py"),
+    Reversed: ("Reversal", "test_burnt.Reversal"),
     Counting: ("calls", "self.calls += 1"),
     Collecting: ("seen", "forward"),
     Chancy: ("random", "forward"),
@@ -346,7 +360,7 @@ def step_losses(model: Any) -> Tensor:
     return torch.stack(losses)
 
 
-def claim_gradient_checkpointing_is_traced() -> None:
+def slow_claim_gradient_checkpointing_is_traced() -> None:
     for kind in (Checkpointed, Reentrant):
         for degrees in (TP2, PP2):
             model = parallel(degrees, kind)
@@ -379,7 +393,7 @@ def claim_outputs_asked_for_come_in_the_models_own_form() -> None:
     assert near(logits, want[0]) and near(loss, want[1])
 
 
-def claim_hugging_face_outputs_are_what_they_are() -> None:
+def slow_claim_hugging_face_outputs_are_what_they_are() -> None:
     model, plain = ap.parallelize(zoo.build("gpt2"), plan=ap.Plan.uniform(**PP2)), zoo.build("gpt2")
     data = zoo.batch("gpt2", 4)
     out, want = model(**data), plain(**data)
@@ -398,7 +412,7 @@ def claim_hugging_face_outputs_are_what_they_are() -> None:
         assert all(near(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
 
 
-def claim_the_first_call_may_be_an_evaluation() -> None:
+def slow_claim_the_first_call_may_be_an_evaluation() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees), net()
         model.eval()
@@ -495,7 +509,15 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def claim_a_batch_that_is_mixed_before_any_parameter_is_not_shared_out() -> None:
-    for name, mix in MIXES.items():
+    _refuse_mixes(list(MIXES)[:2])
+
+
+def slow_claim_any_way_of_mixing_is_found() -> None:
+    _refuse_mixes(list(MIXES)[2:])
+
+
+def _refuse_mixes(names: list[str]) -> None:
+    for name, mix in ((name, MIXES[name]) for name in names):
         for degrees, words in (
             (DP2, "several rows"),
             (TP2 | {"num_micro_batches": 2}, "whole batch"),
@@ -514,9 +536,15 @@ def claim_a_batch_that_is_not_mixed_is_shared_out_exactly() -> None:
             assert near(model(*batch()), plain(*batch())), (name, degrees)
 
 
-@pytest.mark.parametrize("name", _names())
-def test_on_two_ranks(claims: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", _names("claim_"))
+def test_on_two_ranks(claims: dict[str, str], name: str) -> None:
     assert not claims[name], claims[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _names("slow_claim_"))
+def test_on_two_ranks_slowly(slow_claims: dict[str, str], name: str) -> None:
+    assert not slow_claims[name], slow_claims[name]
 
 
 @pytest.mark.parametrize("kind", list(LOST))

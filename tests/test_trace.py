@@ -24,13 +24,18 @@ def traced(model: nn.Module, **batch: Tensor) -> Traced:
     return trace(model, take_apart((), batch)[0])
 
 
+FEW = ("gpt2", "nanogpt", "resnet")
+ZOO = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.MODELS
+               if name not in FEW)]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "nanogpt", "encoder"])
 def test_equal_layers_share_a_kind(name: str) -> None:
     graph = traced(zoo.build(name), **zoo.batch(name, 2)).graph
     assert (len(graph.blocks), len(graph.kinds)) == (6, 3)
 
 
-@pytest.mark.parametrize("name", list(zoo.MODELS))
+@pytest.mark.parametrize("name", ZOO)
 def test_every_op_of_the_zoo_has_a_rule_and_rows_are_independent(name: str) -> None:
     graph = traced(zoo.build(name), **zoo.batch(name, 2)).graph
     assert graph.replicated_ops == ()
@@ -38,7 +43,7 @@ def test_every_op_of_the_zoo_has_a_rule_and_rows_are_independent(name: str) -> N
     assert coupled == ({"batch_norm"} if name == "resnet" else set())
 
 
-@pytest.mark.parametrize("name", list(zoo.MODELS))
+@pytest.mark.parametrize("name", ZOO)
 def test_every_trainable_parameter_is_in_the_chain(name: str) -> None:
     model = zoo.build(name)
     graph = traced(model, **zoo.batch(name, 2)).graph
@@ -91,7 +96,7 @@ def _shown(graph: fx.Graph) -> list[str]:
             else str(n.args) for n in graph.nodes]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(zoo.MODELS))
+@pytest.mark.parametrize("name", ZOO)
 def test_who_reads_a_trace_has_what_the_tracing_rank_found(name: str) -> None:
     found = traced(zoo.build(name), **zoo.batch(name, 2))
     read = sent.unpack(sent.pack(found))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, TraceError
 from ..plan import Plan
 from ..trace.call import Call
-from ..trace.capture import LossFn
-from ..trace.form import Form, form_of, take_outputs
+from ..trace.form import LossFn, form_of, outputs_of
 from .handover import hand_over
 from .randomness import dropout_apart
 from .returned import returned
@@ -33,39 +32,33 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         "the model cannot be traced, so it trains with data parallelism on the untouched module; "
         "the loss is averaged by rows. Reason: %s", reason,
     )  # fmt: skip
-    plan = parallel._plan = _plain(plan)
+    plan = parallel._plan = _plain(plan, parallel.outputs)
     parallel.replica = next(r for r, replica in enumerate(plan.replicas)
                             if parallel.world.rank in replica.stages[0].devices)  # fmt: skip
     parallel.fallback_reason = reason
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")  # fmt: skip
-    if parallel.outputs:
-        log.warning("not honoured, as the model cannot be traced: outputs")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
     parallel.draw_as(0)
     parallel.fallback = _Step(parallel, loss_fn)
 
 
-def _plain(plan: Plan) -> Plan:
+def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
     """What is done of a plan: replicas, each on its share of the rows. The rest is said."""
     alike = len({replica.num_micro_batches for replica in plan.replicas}) == 1
-    dropped = {
-        "zero": plan.zero > 0,
-        "num_micro_batches": alike and plan.replicas[0].num_micro_batches > 1,
-        "recompute": any(s.recompute for replica in plan.replicas for s in replica.stages),
-        "precision": plan.precision != "float32",
-    }
-    if any(dropped.values()):
-        log.warning("not honoured, as the model cannot be traced: %s",
-                    ", ".join(name for name, asked in dropped.items() if asked))  # fmt: skip
     replicas = tuple(
         replace(replica, num_micro_batches=1 if alike else replica.num_micro_batches,
                 stages=tuple(replace(stage, recompute=False) for stage in replica.stages))
         for replica in plan.replicas
     )  # fmt: skip
-    return replace(plan, replicas=replicas, zero=0, precision="float32")
+    kept = replace(plan, replicas=replicas, zero=0, precision="float32")
+    asked = {"zero": plan.zero, "precision": plan.precision != "float32", "outputs": outputs,
+             "num_micro_batches, recompute": replicas != plan.replicas}  # fmt: skip
+    if dropped := [name for name, wanted in asked.items() if wanted]:
+        log.warning("not honoured, as the model cannot be traced: %s", ", ".join(dropped))
+    return kept
 
 
 class _Step(nn.Module):
@@ -93,7 +86,7 @@ class _Step(nn.Module):
         if share:
             own = call.rebuild(call.slice(tensors, rows.start, rows.stop))
             with call.surroundings(parallel.device):
-                form, named = self._named(parallel.module, *own)
+                form, named = outputs_of(parallel.module, self.loss_fn, *own)
             loss = _loss(named) * share
         total = parallel.world.sum(loss.detach().clone())
         parts = {(rows.start, rows.stop): loss} if share else {}
@@ -104,18 +97,8 @@ class _Step(nn.Module):
     def _whole(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:
         """Every rank has all of the module: without gradients it runs the whole batch itself."""
         with call.surroundings(parallel.device):
-            form, named = self._named(parallel.module, *call.rebuild(tensors))
+            form, named = outputs_of(parallel.module, self.loss_fn, *call.rebuild(tensors))
         return returned(named, form, call.num_rows, train=False)
-
-    def _named(self, module: nn.Module, args: Any,
-               kwargs: Any) -> tuple[Form, dict[str, Tensor]]:  # fmt: skip
-        target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
-        output = module(*args, **kwargs)
-        form, named = take_outputs(output)
-        if self.loss_fn and target:
-            named = {**named, "loss": self.loss_fn(output, *target)}
-            form = form_of(named)
-        return form, named
 
     def _grads(self, parallel: ParallelModel, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
         params = [p for p in parallel.module.parameters() if p.requires_grad]

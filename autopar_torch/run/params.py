@@ -189,6 +189,9 @@ def put(tensor: Tensor, value: Tensor) -> None:
         fresh = nn.Parameter(value, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, fresh if isinstance(tensor, nn.Parameter) else value)
     else:
+        if tensor.requires_grad:  # torch forgets the old shape only with the old type; without, a
+            other = torch.float32 if value.dtype == torch.float16 else torch.float16  # graph that
+            tensor.data = value.new_empty(0, dtype=other)  # is kept (pruning, weight_norm) has it
         tensor.data = value
 
 

@@ -8,7 +8,6 @@ was not gathered is there as a placeholder that says so when it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,31 +25,24 @@ class Withheld:
     """Stands for an output that was not gathered: any use of it is an error."""
 
     def __init__(self, name: str, why: str, fix: str) -> None:
-        self.__dict__["told"] = name, why, fix
+        self.error = NotGatheredError(f"{name} {why}", where=f"the model's output {name!r}",
+                                      fix=fix)  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"<{self.told[0]}: {self.told[1]}>"
-
-    def __getattr__(self, name: str) -> Any:
-        raise _refusal(self)
+        return f"<{self.error.what}>"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
-        raise _refusal(next(leaf for leaf in flat if isinstance(leaf, Withheld)))
-
-
-def _refusal(used: Withheld) -> RunError:
-    name, why, fix = used.__dict__["told"]
-    return NotGatheredError(f"{name} {why}", where=f"the model's output {name!r}", fix=fix)
+        _refuse(next(leaf for leaf in flat if isinstance(leaf, Withheld)))
 
 
 def _refuse(self: Withheld, *_: Any, **__: Any) -> Any:
-    raise _refusal(self)
+    raise object.__getattribute__(self, "error")
 
 
 _USES = (
-    "iter len bool float int index contains getitem setitem setattr call add radd sub rsub mul "
+    "iter len bool float int index contains getitem setitem getattr call add radd sub rsub mul "
     "rmul truediv rtruediv matmul rmatmul pow neg abs lt le gt ge eq ne array"
 )
 for _use in _USES.split():
@@ -108,18 +100,14 @@ def forward_only(anchor: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]
 
 def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> Any:
     """The model's own output; in training the loss, with the rest of the output around it."""
-    fill = partial(form.fill, absent=_not_gathered if train else _not_traced, rows=rows)
     if not train:
-        return fill(values)
+        return form.fill(values, _not_traced, rows)
     if form.is_bare:
         return values["loss"]
     loss = values["loss"].as_subclass(Loss)
-    loss.own, loss.named = fill(values), {n: _absent(n, values) for n in form.names}
+    loss.own = form.fill(values, _not_gathered, rows)
+    loss.named = {**{name: _not_gathered(name) for name in form.names}, **values}
     return loss
-
-
-def _absent(name: str, values: dict[str, Tensor]) -> Any:
-    return values[name] if name in values else _not_gathered(name)
 
 
 def _not_gathered(name: str) -> Withheld:

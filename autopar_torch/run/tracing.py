@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -14,7 +15,8 @@ from ..model import ParamInfo
 from ..plan import Precision
 from ..trace import Traced, sent, trace
 from ..trace.call import Call
-from ..trace.capture import LossFn, describe_params, user_line
+from ..trace.capture import describe_params, user_line
+from ..trace.form import LossFn
 from .randomness import untouched
 from .world import World
 
@@ -35,11 +37,8 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
             try:
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
                              params=known, dtype=dtype)  # fmt: skip
-            except AutoparError:
-                raise
-            except Exception as error:  # whatever it is: all ranks hear of it in one way
-                raise TraceError(f"tracing stopped: {type(error).__name__}: {error}",
-                                 where=user_line(error)) from error  # fmt: skip
+            except Exception as error:
+                raise _told(error) from error.__cause__ or error
 
     return retrace
 
@@ -63,19 +62,15 @@ def once(own: Tracer, place: World) -> Tracer:
     if place.size == 1:
         return own
 
-    def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
-        with place.doing("tracing"):
-            return by_rank_0(call, training, wanted)
-
-    def by_rank_0(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
+    def retrace(*asked: Any) -> Traced:
         data, failed = b"", None
-        if place.rank == 0:
-            try:
-                data = sent.pack(own(call, training, wanted))
-            except Exception as error:  # the others wait for an answer
-                failed = error
-                data = sent.pack(_told(error))
-        found = sent.unpack(place.agree(data))
+        with place.doing("tracing"):
+            if place.rank == 0:
+                try:
+                    data = sent.pack(own(*asked))
+                except Exception as error:  # the others wait for an answer
+                    data, failed = sent.pack(_told(error)), error
+            found = sent.unpack(place.agree(data))
         if isinstance(found, AutoparError):
             raise found from failed
         return found
@@ -84,6 +79,7 @@ def once(own: Tracer, place: World) -> Tracer:
 
 
 def _told(error: Exception) -> AutoparError:
+    """Whatever it is: all ranks hear of it in one way."""
     if isinstance(error, AutoparError):
         return error
-    return TraceError(f"tracing stopped: {type(error).__name__}: {error}", where="rank 0")
+    return TraceError(f"tracing stopped: {type(error).__name__}: {error}", where=user_line(error))

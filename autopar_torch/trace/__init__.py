@@ -19,9 +19,9 @@ from .apart import mixing
 from .blocks import Piece, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
 from .call import Call
-from .capture import Captured, LossFn, Source, capture, check_sizes, describe_params
+from .capture import Captured, Source, capture, check_sizes, describe_params
 from .clean import flatten, info_of
-from .form import Form
+from .form import Form, LossFn
 from .repeat import find_stacks, shortened
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ..model import ROWS, TensorInfo, at_rows
 from ..shard.rules import op_name
@@ -35,7 +35,8 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[Piece],
     leaving = {name for piece in pieces for name in piece.context.values()} | set(outputs)
     asked = [n for n in map(nodes.get, sorted(leaving)) if n is not None and n.name not in rowless
              and n.op != "placeholder" and not _only_picks(n, pieces)]  # fmt: skip
-    if not asked or not any(_is_suspect(n) for n in _upstream(asked, rowless)):
+    suspects = [n for n in _upstream(asked, rowless) if _is_suspect(n)]
+    if not suspects:
         return ()
     generator = torch.Generator().manual_seed(0)
     try:
@@ -46,7 +47,7 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[Piece],
             found = [_culprit(prologue, asked, rowless, given, whole, cut) for cut in SPLITS]
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
-        return tuple(sorted({op_name(n) for n in _upstream(asked, rowless) if _is_suspect(n)}))
+        return tuple(sorted(set(map(op_name, suspects))))
     return tuple(dict.fromkeys(name for name in found if name))
 
 
@@ -99,27 +100,21 @@ def _made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator)
 def _run(graph: fx.Graph, given: Values, rows: int) -> Values:
     """Every value of the prologue."""
     real = at_batch(graph, rows, torch.device("cpu"))
-    names = [n.name for n in graph.nodes]
+    made: dict[fx.Node, Any] = {}
     values: Values = {}
-
-    class Keep(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            name = order[n]
-            if n.op == "placeholder" or (name in given and n.op == "call_function"):
-                values[name] = given[name]
-            elif n.op == "call_function":
-                values[name] = super().run_node(n)
-            return values.get(name)
-
-    made = fx.GraphModule(nn.Module(), real)
-    order = dict(zip(made.graph.nodes, names, strict=True))
-    Keep(made).run(*(None for n in real.nodes if n.op == "placeholder"))
+    for node, own in zip(graph.nodes, real.nodes, strict=True):
+        if node.name in given:
+            made[own] = given[node.name]
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((own.args, own.kwargs), made.__getitem__)
+            made[own] = own.target(*args, **kwargs)
+        values[node.name] = made.get(own)
     return values
 
 
 def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: Values,
              whole: Values, cut: tuple[int, ...]) -> str:  # fmt: skip
-    """The first op whose parts do not join while those of its inputs do."""
+    """The first op whose parts do not join, where those of what is asked do not."""
     fixed = {n.name: whole[n.name] for n in graph.nodes
              if n.op == "call_function" and n.name in rowless and not is_mutable(n)}  # fmt: skip
     parts, start = [], 0
@@ -128,11 +123,9 @@ def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str],
                if n.op == "placeholder"}  # fmt: skip
         parts.append(_run(graph, {**own, **fixed}, rows))
         start += rows
-    joined = {n: _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))
-              for n in [*asked, *_upstream(asked, rowless)]}  # fmt: skip
-    bad = [n for n in _upstream([n for n in asked if not joined[n]], rowless) if not joined[n]]
-    first = [n for n in bad if all(joined.get(i, True) for i in n.all_input_nodes)]
-    return op_name((first or bad)[0]) if bad else ""
+    joins = lambda n: _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))  # noqa: E731
+    above = set(_upstream([n for n in asked if not joins(n)], rowless))
+    return next((op_name(n) for n in graph.nodes if n in above and not joins(n)), "")
 
 
 def _dim(info: TensorInfo) -> int | None:

@@ -22,12 +22,6 @@ Casts = dict[int, torch.dtype]  # number of an argument (of all, flat) -> what i
 _known: dict[Any, tuple[Casts, torch.dtype | None]] = {}
 
 
-def active(device: torch.device) -> torch.dtype | None:
-    """What autocast computes with on such a device, None where it is off."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
 class _Heard(TorchDispatchMode):
     """The casts of some tensors, or of views of them."""
 
@@ -57,8 +51,9 @@ def spell_out(graph: fx.Graph, node: fx.Node, new: fx.Node, dtype: torch.dtype,
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     given = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     floats = [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
-    if not floats or not _may_cast(op, floats[0].device.type):
-        return
+    if not floats or not any(_has_kernel(op, key) for key in (
+            f"Autocast{floats[0].device.type.upper()}", "CompositeImplicitAutograd")):  # fmt: skip
+        return  # autocast does not know it, nor what it is made of
     key = (op, dtype, spec, tuple(map(_shown, given)))
     if key not in _known:
         where = str(new.meta["module"] or "forward")
@@ -78,12 +73,6 @@ def _shown(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.dim(), value.device.type
     return repr(value)
-
-
-def _may_cast(op: OpOverload, kind: str) -> bool:
-    """Whether autocast knows the op, or what it is made of."""
-    keys = f"Autocast{kind.upper()}", "CompositeImplicitAutograd"
-    return any(_has_kernel(op, key) for key in keys)
 
 
 def _has_kernel(op: OpOverload, key: str) -> bool:

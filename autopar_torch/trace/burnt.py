@@ -43,8 +43,8 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def kind_of(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def kind_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_plain(value: Any, depth: int = 2) -> bool:
@@ -133,7 +133,7 @@ class Burnt:
     def _describe(self, modules: Mapping[str, nn.Module],
                   reads: frozenset[Read]) -> Iterator[tuple[tuple[str, str], str]]:  # fmt: skip
         for name, module in modules.items():
-            kind = kind_of(module)
+            kind = kind_of(type(module))
             yield (name, "class"), kind
             for key, value in attributes(module):
                 if key == "training" or (kind, key) in reads:
@@ -144,7 +144,7 @@ class Burnt:
             yield (name, "requires_grad"), f"{tensor.requires_grad} {self._number(tensor)}"
         for i, config in enumerate(self._configs(modules).values()):
             for key, value in config.items():
-                if is_plain(value) and key not in ("use_cache",):
+                if is_plain(value) and key != "use_cache":
                     yield (f"config {i}", key), self._shown(value)
 
     def _shown(self, value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch.export.graph_signature import InputKind
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
-from .burnt import Read
+from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
-from .effects import Effects
-from .form import Form, form_of, take_outputs
+from .effects import Effects, refuse_functions
+from .form import Form, LossFn, outputs_of
 
-LossFn = Callable[..., Tensor]
 _PREFIX = "model."
 
 
@@ -62,21 +61,14 @@ class _Flat(nn.Module):
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with Casts(self.dtype) if self.dtype else contextlib.nullcontext():
-            return self._named(tensors)
-
-    def _named(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        args, kwargs = self.call.rebuild(tensors)
-        target = (kwargs.pop("target"),) if self.loss_fn and "target" in kwargs else ()
-        with self.effects.none():
-            output = self.model(*args, **kwargs)
-        form, named = take_outputs(output)
-        if self.loss_fn and target:
-            named = {**named, "loss": self.loss_fn(output, *target)}
-            form = form_of(named)
+        casts = Casts(self.dtype) if self.dtype else contextlib.nullcontext()
+        with casts, self.effects.none():
+            form, named = outputs_of(self.model, self.loss_fn, *self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
-        return tuple(named[name] for name in names)
+        outputs = tuple(named[name] for name in names)
+        refuse_functions(outputs)
+        return outputs
 
 
 def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -96,25 +88,20 @@ def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...
 def first_names(model: nn.Module) -> dict[int, str]:
     """Identity of every parameter and buffer -> its first name."""
     names: dict[int, str] = {}
-    for items in (model.named_parameters, model.named_buffers):
-        for name, tensor in items(remove_duplicate=False):
-            names.setdefault(id(tensor), name)
+    for name, tensor in tensors_of(model).items():
+        names.setdefault(id(tensor), name)
     return names
 
 
 def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
     """Every parameter and buffer once, with its further names."""
-    first = first_names(model)
-    aliases: dict[str, list[str]] = {}
-    tensors: dict[str, Tensor] = {}
-    for items in (model.named_parameters, model.named_buffers):
-        for name, tensor in items(remove_duplicate=False):
-            tensors.setdefault(first[id(tensor)], tensor)
-            aliases.setdefault(first[id(tensor)], []).append(name)
+    tensors, names = tensors_of(model), dict[int, list[str]]()
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
     return {
         name: ParamInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad,
-                        not isinstance(t, nn.Parameter), tuple(aliases[name][1:]))
-        for name, t in tensors.items()
+                        not isinstance(t, nn.Parameter), tuple(others))
+        for name, *others in names.values() for t in (tensors[name],)
     }  # fmt: skip
 
 
@@ -156,15 +143,15 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device, info: Para
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Generation caches are of no use in training, and their objects stop export."""
-    config = getattr(model, "config", None)
-    before = getattr(config, "use_cache", None)
-    if before:
-        config.use_cache = False  # type: ignore[union-attr]
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "use_cache", False):
+        yield
+        return
+    config.use_cache = False
     try:
         yield
     finally:
-        if before:
-            config.use_cache = before  # type: ignore[union-attr]
+        config.use_cache = True
 
 
 def capture(
@@ -182,7 +169,8 @@ def capture(
     told: list[tuple[tuple[str, ...], Form]] = []
     flat = _Flat(model, call, loss_fn, wanted, told.append, dtype)
     flat.training = model.training
-    names = dict(_canonical(model))
+    first = first_names(model)
+    names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
           call.surroundings(device), flat.effects.seen()):  # fmt: skip
         try:
@@ -201,35 +189,24 @@ def capture(
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-    reads = frozenset(flat.effects.reads)
-    return Captured(program.graph, program.graph_module, sources, *told[-1], reads, consts,
-                    dict(call.autocast).get(device.type))  # fmt: skip
-
-
-def _canonical(model: nn.Module) -> Iterator[tuple[str, str]]:
-    first = first_names(model)
-    for items in (model.named_parameters, model.named_buffers):
-        for name, tensor in items(remove_duplicate=False):
-            yield name, first[id(tensor)]
+    return Captured(program.graph, program.graph_module, sources, *told[-1], flat.effects.reads,
+                    consts, dict(call.autocast).get(device.type))  # fmt: skip
 
 
 def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Tensor, ...]:
-    made = []
-    for shape, kind, rows in zip(call.shapes, call.dtypes, call.rows, strict=True):
-        with mode:
-            full = (ROWS, *shape[1:]) if rows else shape
-            made.append(torch.empty(full, dtype=kind, device=device))
-    return tuple(made)
+    with mode:
+        return tuple(
+            torch.empty((ROWS, *shape[1:]) if rows else shape, dtype=kind, device=device)
+            for shape, kind, rows in zip(call.shapes, call.dtypes, call.rows, strict=True)
+        )
 
 
 def _source(spec: Any, names: dict[str, str]) -> Source:
     if spec.kind == InputKind.USER_INPUT:
         return Source("input", spec.arg.name)
     name = spec.target.removeprefix(_PREFIX)
-    if spec.kind == InputKind.PARAMETER:
-        return Source("param", names[name])
-    if spec.kind == InputKind.BUFFER:
-        return Source("buffer", names[name])
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        return Source("param" if spec.kind == InputKind.PARAMETER else "buffer", names[name])
     return Source("const", spec.target.replace(".", "_"))
 
 

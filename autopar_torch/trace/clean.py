@@ -14,7 +14,7 @@ from .autocast import spell_out
 from .capture import Captured
 
 aten = torch.ops.aten
-_CASTS = ("aten::to", "aten::alias", "aten::type_as", "aten::contiguous", "aten::lift_fresh_copy")
+_CASTS = ("aten::to", "aten::alias", "aten::type_as", "aten::lift_fresh_copy")
 
 
 def info_of(node: fx.Node) -> Any:
@@ -97,16 +97,11 @@ def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any]
 def _inline_autocast(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
                      params: frozenset[str], outside: torch.dtype | None) -> Any:  # fmt: skip
     kind, dtype, enabled, _, inner, *args = node.args
-    if any(kind != t.device.type for t in _tensors(node)):
-        own = outside  # autocast of another kind of device
-    else:
-        own = cast(Any, dtype) if enabled else None
-    return _region(graph, inner, [env[cast(fx.Node, a)] for a in args], module, params, own)
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    own = cast(Any, dtype) if enabled else None
     values = (n.meta.get("val") for n in node.all_input_nodes)
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    if any(kind != v.device.type for v in values if isinstance(v, torch.Tensor)):
+        own = outside  # autocast of another kind of device
+    return _region(graph, inner, [env[cast(fx.Node, a)] for a in args], module, params, own)
 
 
 def _region(graph: fx.Graph, ref: Any, given: list[Any], module: Any, params: frozenset[str],
@@ -158,8 +153,6 @@ def _drop_no_ops(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         name = schema_name(node)
         same = name in _CASTS and info_of(node) == info_of(node.args[0])  # type: ignore[arg-type]
-        if name == "aten::contiguous":
-            same = False
         idle = name == "aten::dropout" and (node.args[1] == 0.0 or not node.args[2])
         if same or idle:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]

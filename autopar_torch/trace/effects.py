@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from .burnt import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hoo
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
+State = dict[str, tuple[Any, Any]]  # attribute -> (object, what it holds)
 
 
 class Effects:
@@ -30,142 +32,157 @@ class Effects:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.reads: set[Read] = set()
+        self.before = {module: _state(module) for module in model.modules()}
+        self.read: set[tuple[type, str]] = set()
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
+
+    @property
+    def reads(self) -> frozenset[Read]:
+        return frozenset((kind_of(kind), key) for kind, key in self.read)
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Around the whole trace."""
-        _refuse_backward_hooks(self.model)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_restored(self.model))
-            stack.enter_context(self._noted())
-            stack.enter_context(_functions_refused())
-            stack.enter_context(_hooks_asked(self.model))
-            yield
+        """Around the trace. The model is then as it was: its first forward is still to come."""
+        _refuse_hooks(self.model)
+        try:
+            with (_set(nn.Module, __getattribute__=self._getter(), __setattr__=self._setter()),
+                  _set(CheckpointFunction, apply=staticmethod(_unrolled)),
+                  _hooks_asked(self.model)):  # fmt: skip
+                yield
+        finally:
+            for module, then in self.before.items():
+                _restore(module, then)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
         """Around forward itself: nothing else may have changed when it returns."""
-        names = {id(m): name for name, m in self.model.named_modules()}
-        before = {id(m): _snapshot(m) for m in self.model.modules()}
-        drawn = random.getstate(), np.random.get_state()
+        drawn = _numbers()
         yield
-        if random.getstate() != drawn[0] or _differs(np.random.get_state(), drawn[1]):
+        if _numbers() != drawn:
             raise TraceError(
                 "forward draws random numbers from Python or numpy, so a trace would repeat the "
                 "first ones for ever", where="forward",
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )  # fmt: skip
-        for module in self.model.modules():
-            for key in _changed(before.get(id(module), {}), _snapshot(module)):
-                if self.lines.get((id(module), key), "").startswith(_TORCH):
+        for name, module in self.model.named_modules():
+            then, now = self.before.get(module, {}), _state(module)
+            for key in {**then, **now}:
+                line = self.lines.get((id(module), key), "forward")
+                if line.startswith(_TORCH):
                     continue  # weight_norm, pruning: derived from parameters in every forward
-                raise TraceError(
-                    f"forward changes {names.get(id(module)) or 'the model'}.{key}, and a trace "
-                    "would change it once", where=self.lines.get((id(module), key), "forward"),
-                    fix="register it as a buffer, or change it outside of forward" + _OTHERS,
-                )  # fmt: skip
+                if key not in then or key not in now or not _equal(then[key][1], now[key][1]):
+                    raise TraceError(
+                        f"forward changes {name or 'the model'}.{key}, and a trace would change it "
+                        "once", where=line,
+                        fix="register it as a buffer, or change it outside of forward" + _OTHERS,
+                    )  # fmt: skip
 
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Every attribute that is read of a module, and where each is written."""
-        write = nn.Module.__setattr__
-        kinds: dict[type, str] = {}
-
+    def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
-            kind = type(module)
-            self.reads.add((kinds.get(kind) or kinds.setdefault(kind, kind_of(module)), key))
+            self.read.add((type(module), key))
             return object.__getattribute__(module, key)
+
+        return get
+
+    def _setter(self) -> Callable[..., None]:
+        write = nn.Module.__setattr__
 
         def put(module: Any, key: str, value: Any) -> None:
             frame = sys._getframe(1)
-            self.lines[id(module), key] = _line(frame.f_code.co_filename, frame.f_lineno)
+            file, number = frame.f_code.co_filename, frame.f_lineno
+            line = linecache.getline(file, number).strip()
+            self.lines[id(module), key] = f"{file}:{number}: {line}"
             write(module, key, value)
 
-        nn.Module.__getattribute__ = get  # type: ignore[method-assign, assignment]
-        nn.Module.__setattr__ = put  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            del nn.Module.__getattribute__
-            nn.Module.__setattr__ = write  # type: ignore[method-assign]
-
-
-def _line(file: str, number: int) -> str:
-    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
-
-
-class _Filled(NamedTuple):
-    """A list, dict or set, and what it held."""
-
-    thing: Any
-    items: list[Any]
-
-    def restore(self) -> Any:
-        self.thing.clear()
-        (self.thing.extend if isinstance(self.thing, list) else self.thing.update)(self.items)
-        return self.thing
-
-
-def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """Attributes as they are; of lists and dicts what they hold."""
-    return {name: _Filled(value, list(value.items() if isinstance(value, dict) else value))
-            if isinstance(value, (list, dict, set)) else value
-            for name, value in attributes(module) if name != "training"}  # fmt: skip
+        return put
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """What the trace has changed is as it was: the first call of forward is still to come."""
-    before = [(module, _snapshot(module)) for module in model.modules()]
+def _set(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a class, for a while."""
+    before = {name: vars(owner).get(name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for module, then in before:
-            now = vars(module)
-            for key in _changed(then, _snapshot(module)):
-                if key in then:
-                    old = then[key]
-                    now[key] = old.restore() if isinstance(old, _Filled) else old
-                else:
-                    del now[key]
+        for name, old in before.items():
+            delattr(owner, name) if old is None else setattr(owner, name, old)
 
 
-def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    gone = object()
-    pairs = [(key, then.get(key, gone), now.get(key, gone)) for key in {**then, **now}]
-    return [key for key, old, new in pairs if old is not new and not _equal(old, new)]
+def _numbers() -> bytes:
+    return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+def _state(module: nn.Module) -> State:
+    return {name: (value, _held(value)) for name, value in attributes(module)}
+
+
+def _held(value: Any) -> Any:
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(value) if isinstance(value, (list, set)) else value
 
 
 def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)):
-        return len(old) == len(new) and all(a is b or _equal(a, b)
-                                            for a, b in zip(old, new, strict=True))  # fmt: skip
-    return isinstance(old, PLAIN) and isinstance(new, PLAIN) and bool(old == new)
+        return len(old) == len(new) and all(map(_equal, old, new))
+    return old is new or (isinstance(old, PLAIN) and isinstance(new, PLAIN) and bool(old == new))
 
 
-def _differs(a: Any, b: Any) -> bool:
-    return bool((a[1] != b[1]).any()) or a[2:] != b[2:]
+def _restore(module: nn.Module, then: State) -> None:
+    now = vars(module)
+    for name in [name for name, _ in attributes(module) if name not in then]:
+        del now[name]
+    for name, (value, items) in then.items():
+        now[name] = value
+        if value is not items and not _equal(_held(value), items):
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(
+                dict(items) if isinstance(value, dict) else items)  # fmt: skip
 
 
-def _refuse_backward_hooks(model: nn.Module) -> None:
-    everywhere = nn.modules.module
+def refuse_functions(outputs: Iterable[Tensor]) -> None:
+    """The backward that a user has written for a function is not in a trace."""
+    seen, stack = set(), [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [before for before, _ in node.next_functions]
+        own = getattr(type(node), "_forward_cls", None)
+        if own is not None and not is_library(own):
+            raise TraceError(
+                f"{own.__qualname__} is an autograd.Function with a backward of its own, which a "
+                "trace does not keep", where=kind_of(own),
+                fix="write it with torch operations or as a torch.library.custom_op" + _OTHERS,
+            )  # fmt: skip
+
+
+def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
+    """Reentrant checkpoints run forward without gradients and again in backward: once is enough."""
+    trained = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        return run(*args)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for kind, hook in user_hooks(module):
             if "backward" in kind:
-                _refuse_hook(hook, kind, name, "is never called in a traced backward")
+                raise _hook_error(hook, kind, name, "is never called in a traced backward")
     for kind in HOOKS:
-        for hook in getattr(everywhere, f"_global{kind}", {}).values():
+        for hook in getattr(nn.modules.module, f"_global{kind}").values():
             if not is_library(hook):
-                _refuse_hook(hook, f"_global{kind}", "every module", "is not kept by a trace")
+                raise _hook_error(hook, kind, "every module", "is not kept by a trace")
 
 
-def _refuse_hook(hook: Any, kind: str, name: str, what: str) -> None:
+def _hook_error(hook: Any, kind: str, name: str, what: str) -> TraceError:
     called = getattr(hook, "__qualname__", type(hook).__qualname__)
-    raise TraceError(
-        f"the hook {called} ({kind.strip('_')}) of {name or 'the model'} {what}",
-        where=name or "the model",
+    where = name or "the model"
+    return TraceError(
+        f"the hook {called} ({kind.strip('_')}) of {where} {what}", where=where,
         fix="remove it before training, or compute it in forward" + _OTHERS,
     )  # fmt: skip
 
@@ -173,18 +190,16 @@ def _refuse_hook(hook: Any, kind: str, name: str, what: str) -> None:
 @contextlib.contextmanager
 def _hooks_asked(model: nn.Module) -> Iterator[None]:
     """A forward hook that returns nothing only looks on: in a trace it would look once."""
-    saved: list[tuple[dict[int, Any], int, Any]] = []
-    for name, module in model.named_modules():
-        for kind in ("_forward_hooks", "_forward_pre_hooks"):
-            table = getattr(module, kind)
-            for key, hook in table.items():
-                if not is_library(hook):
-                    saved.append((table, key, hook))
-                    table[key] = _asked(hook, kind, name)
+    found = [(getattr(module, kind), key, hook, kind, name)
+             for name, module in model.named_modules()
+             for kind in ("_forward_hooks", "_forward_pre_hooks")
+             for key, hook in getattr(module, kind).items() if not is_library(hook)]  # fmt: skip
+    for table, key, *told in found:
+        table[key] = _asked(*told)
     try:
         yield
     finally:
-        for table, key, hook in saved:
+        for table, key, hook, *_ in found:
             table[key] = hook
 
 
@@ -192,64 +207,7 @@ def _asked(hook: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]
     def call(*args: Any, **kwargs: Any) -> Any:
         result = hook(*args, **kwargs)
         if result is None:
-            _refuse_hook(hook, kind, name, "returns nothing, so a trace would not call it again")
+            raise _hook_error(hook, kind, name, "returns nothing: a trace would not call it again")
         return result
 
     return call
-
-
-@contextlib.contextmanager
-def _functions_refused() -> Iterator[None]:
-    """The backward that a user has written for a function is not in a trace."""
-    own = vars(torch.autograd.Function)["apply"]
-    known = [f for f in _all_functions(torch.autograd.Function) if not is_library(f)]
-    saved = [(f, vars(f).get("forward")) for f in known]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return own.__func__(cls, *args, **kwargs) if is_library(cls) else _refuse_function(cls)
-
-    def unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
-        trained = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            return run(*args)
-
-    # Reentrant checkpoints run forward without gradients and again in backward: once is enough.
-    CheckpointFunction.apply = staticmethod(unrolled)  # type: ignore[method-assign, assignment]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    for function in known:  # `f = F.apply`, taken before, does not ask Function again
-        function.forward = staticmethod(_refusing(function))
-    try:
-        yield
-    finally:
-        del CheckpointFunction.apply
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
-        for function, forward in saved:
-            if forward is None:
-                del function.forward
-            else:
-                function.forward = forward
-
-
-def _all_functions(base: Any) -> Iterator[Any]:
-    for function in base.__subclasses__():
-        yield function
-        yield from _all_functions(function)
-
-
-def _refusing(function: Any) -> Callable[..., Any]:
-    return lambda *_, **__: _refuse_function(function)
-
-
-def _refuse_function(function: Any) -> Tensor:
-    raise TraceError(
-        f"{function.__qualname__} is an autograd.Function with a backward of its own, which a "
-        "trace does not keep", where=_caller(),
-        fix="write it with torch operations or as a torch.library.custom_op" + _OTHERS)  # fmt: skip
-
-
-def _caller() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    frame, homes = sys._getframe(2), (_TORCH, __file__.rsplit("/", 1)[0])
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(homes):
-        frame = frame.f_back
-    return _line(frame.f_code.co_filename, frame.f_lineno)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..model import at_rows
 
+LossFn = Callable[..., Tensor]
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
@@ -52,16 +53,14 @@ class Form:
 
     def fill(self, values: Mapping[str, Tensor], absent: Callable[[str], Any], rows: int) -> Any:
         """What the model would have returned for so many rows."""
-        leaves = [self._leaf(leaf, values, absent, rows) for leaf in self.leaves]
-        tree = pytree.tree_unflatten(leaves, self.spec)
-        return Outputs(tree) if self.by_name else tree
 
-    @staticmethod
-    def _leaf(leaf: Any, values: Mapping[str, Tensor], absent: Callable[[str], Any],
-              rows: int) -> Any:  # fmt: skip
-        if isinstance(leaf, Named):
-            return values[leaf.name] if leaf.name in values else absent(leaf.name)
-        return at_rows(leaf, rows) if type(leaf) is int else leaf
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Named):
+                return values[leaf.name] if leaf.name in values else absent(leaf.name)
+            return at_rows(leaf, rows) if type(leaf) is int else leaf
+
+        tree = pytree.tree_unflatten(map(filled, self.leaves), self.spec)
+        return Outputs(tree) if self.by_name else tree
 
     def portable(self) -> Form:
         """The same for another process, which may not know the class: then by name."""
@@ -77,6 +76,18 @@ def form_of(names: Iterable[str]) -> Form:
     places = {name: Named(name) for name in names}
     leaves, spec = pytree.tree_flatten(places)
     return Form(spec, tuple(leaves), by_name=True)
+
+
+def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
+               kwargs: dict[str, Any]) -> tuple[Form, dict[str, Tensor]]:  # fmt: skip
+    """What the model returns; where `target=` is given, with the loss of `loss_fn`."""
+    target = (kwargs.pop("target"),) if loss_fn and "target" in kwargs else ()
+    output = model(*args, **kwargs)
+    form, named = take_outputs(output)
+    if loss_fn and target:
+        named = {**named, "loss": loss_fn(output, *target)}
+        form = form_of(named)
+    return form, named
 
 
 def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
@@ -111,15 +122,11 @@ def _names(tree: Any) -> Iterator[tuple[str, bool]]:
         yield "output", True
         return
     by_key = isinstance(tree, Mapping)
-    items = tree.items() if by_key else enumerate(_as_list(tree))
-    for key, value in items:
+    listed = tree if isinstance(tree, (tuple, list)) else pytree.tree_leaves(tree)
+    for key, value in tree.items() if by_key else enumerate(listed):
         inner = pytree.tree_structure(value)
         for i in range(inner.num_leaves):
             yield (str(key) if inner.is_leaf() else f"{key}.{i}"), inner.is_leaf() and not by_key
-
-
-def _as_list(tree: Any) -> list[Any]:
-    return list(tree) if isinstance(tree, (tuple, list)) else pytree.tree_leaves(tree)
 
 
 def _is_scalar(value: Any) -> bool:
