@@ -122,6 +122,7 @@ def save(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = Non
     """Every rank writes what it speaks for; rank 0 commits when all is on the disk."""
     world, root = model.store.world, Path(folder)
     target = steps.target(root, step, keep)
+    number = None if step is None else int(step)  # also of numpy
     hint = "make room or choose another folder; what was committed there before still is"
     with _named("save", target, hint):
         generation = world.by_first(str, lambda: stored.begin(steps.room(root, target)))
@@ -134,7 +135,7 @@ def save(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = Non
         written = [files.decode(data, Written) for data in world.exchange(files.encode(own))]
 
         def commit() -> None:
-            stored.commit(target, _manifest(model, optimizer, generation, step, written))
+            stored.commit(target, _manifest(model, optimizer, generation, number, written))
             if keep is not None:
                 steps.prune(root, target, keep)
 

@@ -170,7 +170,7 @@ class World:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.words)
-        longest = int(max(lengths))
+        longest = max(1, int(max(lengths)))
         mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.words)
@@ -191,34 +191,28 @@ class World:
         """What to wait for until x is its sum over all ranks."""
         return [dist.all_reduce(x, group=group, async_op=True)] if self.size > 1 else []
 
-    def agree(self, data: bytes, source: int = 0) -> bytes:
-        """One rank's bytes on every rank."""
+    def agree(self, data: bytes) -> bytes:
+        """The bytes of rank 0 on every rank."""
         if self.size == 1:
             return data
-        length = torch.tensor([len(data)], dtype=torch.int64, device=device())
-        dist.broadcast(length, source)
-        buffer = torch.zeros(int(length), dtype=torch.uint8, device=device())
-        if self.rank == source:
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self.words)
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, source)
-        return bytes(buffer.cpu().numpy())
+        dist.broadcast(buffer, 0, group=self.words)
+        return bytes(buffer.numpy())
 
     def together(self, error: Exception | None) -> None:
         """Raise on every rank what went wrong on any, before anyone waits for the others."""
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
-        first = torch.tensor([self.size if error is None else self.rank], device=device())
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        source = int(first)
-        if source < self.size:
-            own = error if isinstance(error, AutoparError) else RunError(
-                f"{type(error).__name__}: {error}")  # fmt: skip
-            told = (type(own).__name__, own.what, own.where, own.fix)
-            kind, what, where, fix = json.loads(self.agree(json.dumps(told).encode(), source))
-            raise error or vars(errors).get(kind, RunError)(
-                f"rank {source} refused to go on: {what}", where=where, fix=fix)  # fmt: skip
+        own = error if isinstance(error, AutoparError) else RunError(
+            f"{type(error).__name__}: {error}")  # fmt: skip
+        said = (type(own).__name__, own.what, own.where, own.fix) if error else None
+        for rank, data in enumerate(self.exchange(files.encode(said))):
+            if told := json.loads(data):
+                kind, what, where, fix = told
+                raise error or vars(errors).get(kind, RunError)(
+                    f"rank {rank} refused to go on: {what}", where=where, fix=fix)  # fmt: skip
 
     def jointly(self, act: Callable[[], T]) -> T:
         """What `act` makes here, or what went wrong with it on any rank, on every rank."""
