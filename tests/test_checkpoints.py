@@ -190,10 +190,34 @@ def _no_room(rank: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def _state_of_whole_tensors_goes_on(root: Path) -> None:
+    """Adafactor keeps rows and columns of whole parameters, on every rank."""
+    x, plans, losses = torch.linspace(-1, 1, 64).view(8, 8), ({"pp": 2}, {"tp": 2}, {"pp": 2}), []
+    for index, degrees in enumerate(plans):
+        torch.manual_seed(index)
+        model = ap.parallelize(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)), x,
+                               loss_fn=lambda y, target: (y - target).square().mean(),
+                               plan=ap.Plan.uniform(**degrees))  # fmt: skip
+        opt = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        if index:
+            model.load(root / "whole", opt)
+        for _ in range(2):
+            loss = model(x, target=x)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+            if not index and len(losses) == 1:
+                model.save(root / "whole", opt)
+    assert losses[2::2] == pytest.approx([losses[1]] * 2, rel=1e-5)
+    assert losses[3] == pytest.approx(losses[5], rel=1e-5)
+
+
 def claims_of_two(name: str) -> list[str]:
     """In a rank: what holds for every pair of plans, and when one of two ranks fails."""
     torch.set_num_threads(1)
     root, model, opt = Path(name), None, None
+    _state_of_whole_tensors_goes_on(root)
     for index, (net, first, second) in enumerate(BITWISE):
         a, b, c = (root / f"{index}{way}" for way in "abc")
         model, opt = _trained(net, first, 0)

@@ -7,7 +7,6 @@ full tensor; whoever loads takes the rectangles of its own plan. Nothing is chan
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from .. import files
 from ..errors import AutoparError, CheckpointError
 from ..shard.holdings import Box
 from . import plainly, steps, stored
+from .optimizers import ELEMENTWISE
 from .params import Held
 from .sharded import Sharded, local as local_of, mark
 from .spread import views
@@ -94,26 +94,6 @@ def _of_model(model: ParallelModel, saving: bool) -> Iterator[Cut]:
             yield _whole(f"model.{name}", tensor, not saving or model.world.rank == 0)
 
 
-def _of_state(model: ParallelModel, held: Held, key: str, shape: tuple[int, ...], value: Tensor,
-              saving: bool) -> Cut:  # fmt: skip
-    """A tensor of the optimizer's state, `shape` as a whole: cut like the parameter, or whole."""
-    name = f"optim.{held.name}.{key}"
-    if shape and shape == held.shape:
-        return _part(model, held, name, value, saving)
-    if math.prod(shape) > 1 and tuple(held.part.shape) != held.shape:
-        raise CheckpointError(
-            f"{name} is {shape}, the parameter {held.shape}, of which this rank has "
-            f"{tuple(held.part.shape)}: it cannot be cut and put together", where=name,
-            fix="leave the optimizer out, or use a plan without tp and ZeRO",
-        )  # fmt: skip
-    first = model.store.holdings[held.name][0].rank == model.world.rank
-    return _whole(name, value, not saving or first)
-
-
-def _by_param(model: ParallelModel) -> dict[int, Held]:
-    return {id(held.tensor): held for held in model.store.held.values()}
-
-
 # --- saving ---------------------------------------------------------------------------------------
 
 
@@ -151,9 +131,10 @@ def _write(model: ParallelModel, optimizer: Optimizer | None, path: Path) -> Wri
     for held, values in state:
         for key, value in values.items():
             if isinstance(value, Tensor):
-                own, local = _own(value), held.part
-                shape = held.shape if own.dim() and own.shape == local.shape else tuple(own.shape)
-                cuts.append(_of_state(model, held, key, shape, own, True))
+                name, first = f"optim.{held.name}.{key}", model.store.holdings[held.name][0].rank
+                cuts.append(_part(model, held, name, _own(value), True)
+                            if isinstance(value, Sharded) else
+                            _whole(name, value, first == model.world.rank))  # fmt: skip
     for cut in sorted(cuts, key=lambda cut: (-cut.local.itemsize, cut.name)):  # at whole words
         pieces = [(Piece(model.world.rank, *box), view) for box, view in cut.pieces]
         tensors[cut.name] = Stored(dtype_name(cut.local, cut.name), cut.shape,
@@ -168,7 +149,8 @@ def _write(model: ParallelModel, optimizer: Optimizer | None, path: Path) -> Wri
 
 def _state(model: ParallelModel, optimizer: Optimizer | None) -> list[tuple[Held, dict[str, Any]]]:
     """What the optimizer keeps of the parameters that this rank has a part of."""
-    known, state = _by_param(model), {} if optimizer is None else optimizer.state
+    known = {id(held.tensor): held for held in model.store.held.values()}
+    state = {} if optimizer is None else optimizer.state
     return [(known[id(param)], values) for param, values in state.items() if id(param) in known]
 
 
@@ -297,29 +279,30 @@ def _same_groups(model: ParallelModel, optimizer: Optimizer,
 
 def _fit_state(model: ParallelModel, optimizer: Optimizer, found: Checkpoint, saved: State,
                fitting: Fitting) -> Iterator[Cut]:  # fmt: skip
-    """Room for this rank's part of what was saved of its parameters."""
-    known = _by_param(model)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            held = known.get(id(param))
-            if held is None or held.name not in saved:
+    """Room for what was saved of each parameter: this rank's part, or all. Optimizers that see
+    whole tensors keep state on every rank, others where there is a part."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param, name in zip(params, sum(_members(model, optimizer), ()), strict=True):
+        held = model.store.held.get(name)
+        if name not in saved or (held is None and type(optimizer) in ELEMENTWISE):
+            continue
+        own = fitting.state[param] = {}
+        for key, value in saved[name].items():
+            if value != TENSOR:
+                own[key] = plainly.parsed(value)
                 continue
-            own = fitting.state[param] = {}
-            for key, value in saved[held.name].items():
-                if value != TENSOR:
-                    own[key] = plainly.parsed(value)
-                    continue
-                there = found.manifest.tensors[f"optim.{held.name}.{key}"]
-                own[key] = room = _room(held, group, key, there)
-                yield _of_state(model, held, key, there.shape, room.detach(), False)
-                if isinstance(param, Sharded) and there.shape and there.shape == held.shape:
-                    mark(room, param.spread)
-
-
-def _room(held: Held, group: dict[str, Any], key: str, there: Stored) -> Tensor:
-    """For one tensor of the state."""
-    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))  # as torch does
-    local = _own(held.tensor)
-    return torch.empty(local.shape if there.shape == held.shape else there.shape,
-                       dtype=DTYPES[there.dtype],
-                       device="cpu" if on_cpu else local.device)  # fmt: skip
+            called = f"optim.{name}.{key}"
+            there, local = found.manifest.tensors[called], _own(param)
+            like = there.shape == tuple(param.shape) != ()
+            cpu = key == "step" and not any(optimizer.defaults.get(k)
+                                            for k in ("capturable", "fused"))  # fmt: skip
+            room = torch.empty(
+                local.shape if like else there.shape,
+                dtype=DTYPES[there.dtype],
+                device="cpu" if cpu else local.device,
+            )  # as torch does
+            if not like:
+                yield _whole(called, room, True)
+            elif held is not None:
+                yield _part(model, held, called, room.detach(), False)
+            own[key] = mark(room, param.spread) if like and isinstance(param, Sharded) else room
