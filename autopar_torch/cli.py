@@ -83,12 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
                           help=f"time to spend after a first look ({QUICK_S:.0f})")  # fmt: skip
-    about = ("write a checkpoint of the old form in the new one; runs what the old files hold, so "
-             "only for files that you trust")  # fmt: skip
-    convert = verbs.add_parser("convert", help=about, description=about)
-    convert.add_argument("old", help="folder that torch.distributed.checkpoint wrote")
-    convert.add_argument("new", help="folder for the new one")
-    convert.set_defaults(command=_convert)
     run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
     run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
     run.add_argument("--print", action="store_true", help="only show the command")
@@ -176,13 +170,6 @@ def _measure(options: argparse.Namespace) -> int:
         print(f"{len(known.profile.cells)} programs, {len(known.profile.curves)} groups: "
               f"{options.out}")  # fmt: skip
     return 0
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from .run.convert import convert
-
-    count = convert(Path(options.old), Path(options.new))
-    return _lines([f"{count} tensors: {options.new}"])
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -227,7 +227,7 @@ def refuse_on_one() -> str:
 def test_what_one_rank_refuses_is_told_by_all() -> None:
     first, second = run_ranks(2, "test_faults:refuse_on_one")
     assert second == "PlanError: this plan is no good"
-    assert first.startswith("RunError: rank 1 refused to go on: PlanError: this plan is no good")
+    assert first.startswith("PlanError: rank 1 refused to go on: this plan is no good")
 
 
 # --- where ranks meet -----------------------------------------------------------------------------

@@ -395,15 +395,12 @@ class ParallelModel(nn.Module):
         with self._jointly(self.world.meeting, "save"):
             checkpoint.save(self, folder, optimizer, step, keep)
 
-    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
-             *, strict: bool = True, verify: bool = True) -> int | None:  # fmt: skip
+    def load(self, folder: str | os.PathLike[str],
+             optimizer: torch.optim.Optimizer | None = None) -> int | None:  # fmt: skip
         """Read a checkpoint written under any plan, of a folder with steps the newest; its step.
-
-        Nothing is changed unless everything fits. `strict=False` takes what the model and the
-        checkpoint both have; `verify=False` leaves out the hashes.
-        """
+        Nothing is changed unless everything fits."""
         with self._jointly(self.world.meeting, "load"):
-            return checkpoint.load(self, folder, optimizer, strict, verify)
+            return checkpoint.load(self, folder, optimizer)
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from .sharded import Sharded, ShardedParameter, mark, plainly
 
 Optimizer = optim.Optimizer
-_ELEMENTWISE = frozenset({
+ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
     optim.Adadelta, optim.Adamax, optim.ASGD, optim.Rprop,
 })  # fmt: skip
@@ -72,7 +72,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     learn(optimizer)
     # A closure is the script's: it has to see whole tensors. step(optimizer, closure)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if type(optimizer) in _ELEMENTWISE and closure is None:
+    if type(optimizer) in ELEMENTWISE and closure is None:
         with plainly():
             for param in ours:
                 _show_part(param, optimizer.state.get(param, {}))
@@ -110,7 +110,7 @@ def _cut_state(optimizer: Optimizer) -> None:
             for key, value in state.items():
                 if type(value) is Tensor and key not in _NUMBERS and value.shape == spread.shape:
                     state[key] = mark(spread.part(value), spread)
-            if spread.is_empty and type(optimizer) in _ELEMENTWISE and spread.shape.numel():
+            if spread.is_empty and type(optimizer) in ELEMENTWISE and spread.shape.numel():
                 optimizer.state.pop(param, None)
 
 

@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
@@ -33,7 +33,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FIX = "take another copy of it"
 
 
 class Slot(Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,9 +43,6 @@ class Slot(Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[Count, Count]
 
 
-Spec = tuple[str, tuple[int, ...]]  # name of the type, shape
-
-
 def dtype_name(tensor: Tensor, name: str) -> str:
     """How files call the type of a tensor."""
     if tensor.dtype not in NAMES or tensor.layout != torch.strided:
@@ -55,51 +51,50 @@ def dtype_name(tensor: Tensor, name: str) -> str:
     return NAMES[tensor.dtype]
 
 
+def damaged(what: str, where: Path | str) -> CheckpointError:
+    return CheckpointError(f"damaged: {what}", where=str(where),
+                           fix="load another checkpoint, or another copy of this one")  # fmt: skip
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def durable(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends, or not there."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o666), "wb") as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+    """A new file that is on the disk when the block ends."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def write(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor]) -> tuple[int, str]:
-    """`tensors` come in the order of `specs`; the size of the file and its sha256."""
+def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """The size of the file and its sha256."""
     hashed, size = hashlib.sha256(), 0
     with durable(path) as file:
-        for chunk in _chunks(specs, tensors):
+        for chunk in _chunks(tensors):
             hashed.update(chunk)
             file.write(chunk)
             size += len(chunk)
     return size, hashed.hexdigest()
 
 
-def _chunks(specs: Mapping[str, Spec], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     slots, at = {}, 0
-    for key, (dtype, shape) in specs.items():
-        end = at + math.prod(shape) * DTYPES[dtype].itemsize
-        slots[key], at = Slot(dtype, shape, (at, end)), end
+    for key, tensor in tensors.items():
+        end = at + tensor.numel() * tensor.itemsize
+        slots[key], at = Slot(dtype_name(tensor, key), tuple(tensor.shape), (at, end)), end
     header = msgspec.json.encode(slots)
     header = header.ljust(-(-len(header) // 8) * 8)  # tensors begin at whole words
     yield len(header).to_bytes(8, "little") + header
-    for tensor in tensors:
+    for tensor in tensors.values():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            yield cast(Any, flat.view(torch.uint8).numpy()).data
+        yield cast(Any, flat.view(torch.uint8).numpy()).data
 
 
-def sync_folder(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Names of files are on the disk too."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:
@@ -111,16 +106,15 @@ def sync_folder(folder: Path) -> None:
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """A regular file: no link (unless `follow`), folder, pipe or device."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        file = open(os.open(path, flags), "rb")  # noqa: SIM115
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return open(handle, "rb")
+        os.close(handle)
+        what = "it is no regular file"
     except (OSError, ValueError) as error:
-        what = "it is a symbolic link" if path.is_symlink() and not follow else str(error)
-        raise CheckpointError(f"cannot read: {what}", where=str(path), fix=_FIX) from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError("cannot read: it is no regular file", where=str(path), fix=_FIX)
-    return file
+        what = str(error)
+    raise CheckpointError(f"cannot read: {what}", where=str(path), fix="take another copy of it")
 
 
 class TensorFile:
@@ -136,36 +130,30 @@ class TensorFile:
     def _header(self, file: BinaryIO) -> tuple[int, dict[str, Slot]]:
         length = int.from_bytes(file.read(8), "little")
         if self.num_bytes < 8 or length > min(MAX_HEADER_BYTES, self.num_bytes - 8):
-            raise self.damaged(f"{self.num_bytes} bytes, and a header of {length}")
+            raise damaged(f"{self.num_bytes} bytes, and a header of {length}", self.path)
         try:
             entries = msgspec.json.decode(file.read(length), type=dict[str, Any])
             entries.pop("__metadata__", None)
             slots = msgspec.convert(entries, dict[str, Slot])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self.damaged(f"the header: {error}") from error
-        at = 0
+            raise damaged(f"the header: {error}", self.path) from error
+        at = 0  # tensors lie one after the other, each as long as its type and shape say
         for name, slot in sorted(slots.items(), key=lambda item: item[1].data_offsets):
-            at = self._checked(name, slot, at)
+            begin, end = slot.data_offsets
+            size = DTYPES[slot.dtype].itemsize if slot.dtype in DTYPES else 0
+            if not size or begin != at or end - begin != math.prod(slot.shape) * size:
+                raise damaged(f"{name[:60]!a} is at {begin} to {end}, and what is before it ends "
+                              f"at {at}: {slot.dtype[:60]!a} {slot.shape}", self.path)  # fmt: skip
+            at = end
         if at != self.num_bytes - 8 - length:
-            raise self.damaged(f"{self.num_bytes - 8 - length} bytes of tensors, not {at}")
+            raise damaged(f"{self.num_bytes - 8 - length} bytes of tensors, not {at}", self.path)
         return 8 + length, slots
 
-    def _checked(self, name: str, slot: Slot, at: int) -> int:
-        """Tensors lie one after the other, each as long as its type and shape say."""
-        begin, end = slot.data_offsets
-        if slot.dtype not in DTYPES:
-            raise self.damaged(f"{_short(name)} is of type {_short(slot.dtype)}")
-        if begin != at or end - begin != math.prod(slot.shape) * DTYPES[slot.dtype].itemsize:
-            raise self.damaged(f"{_short(name)} {slot.dtype} {slot.shape} is at {begin} to {end}, "
-                               f"and what is before it ends at {at}")  # fmt: skip
-        return end
-
-    def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"damaged: {what}", where=str(self.path), fix=_FIX)
-
-    def tensor(self, key: str) -> Tensor:
+    def tensor(self, key: str, kind: str, shape: tuple[int, ...]) -> Tensor:
         """A view of the file: what is not looked at is not read."""
-        slot = self.slots[key]
+        slot = self.slots.get(key)
+        if slot is None or (slot.dtype, slot.shape) != (kind, shape):
+            raise damaged(f"{key!a} is not there as {kind} {shape}", self.path)
         dtype, (begin, end) = DTYPES[slot.dtype], slot.data_offsets
         if begin == end:
             return torch.empty(slot.shape, dtype=dtype)
@@ -179,7 +167,3 @@ def sha256(path: Path) -> str:
     """Of all bytes of a file."""
     with open_regular(path) as file:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
-
-
-def _short(name: str) -> str:
-    return ascii(name[:60])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RunError
+from .. import errors, files
+from ..errors import AutoparError, RunError
 from ..plan import Stage
 from ..shard.collectives import Axis, arrive
 from ..shard.holdings import axis_ranks, place_in
@@ -191,11 +193,32 @@ class World:
 
     def together(self, error: Exception | None) -> None:
         """Raise on every rank what went wrong on any, before anyone waits for the others."""
-        own = f"{type(error).__name__}: {error}" if error else ""
-        for rank, told in enumerate(self.exchange(own.encode())):
-            if told:
-                raise error or RunError(f"rank {rank} refused to go on: {told.decode()}",
-                                        where=f"rank {self.rank}")  # fmt: skip
+        own = error if isinstance(error, AutoparError) else RunError(
+            f"{type(error).__name__}: {error}")  # fmt: skip
+        said = (type(own).__name__, own.what, own.where, own.fix) if error else None
+        for rank, data in enumerate(self.exchange(files.encode(said))):
+            if told := json.loads(data):
+                kind, what, where, fix = told
+                raise error or vars(errors).get(kind, RunError)(
+                    f"rank {rank} refused to go on: {what}", where=where, fix=fix)  # fmt: skip
+
+    def jointly(self, act: Callable[[], T]) -> T:
+        """What `act` makes here, or what went wrong with it on any rank, on every rank."""
+        made, error = None, None
+        try:
+            made = act()
+        except AutoparError as found:
+            error = found
+        except Exception as found:  # whatever it is: the others must hear of it
+            error = RunError(f"{type(found).__name__}: {found}")
+            error.__cause__ = found
+        self.together(error)
+        return cast(T, made)
+
+    def by_first(self, kind: type[T], act: Callable[[], T]) -> T:
+        """What `act` makes on rank 0, told to all as JSON; or an error on every rank."""
+        data = self.jointly(lambda: b"" if self.rank else files.encode(act()))
+        return files.decode(self.agree(data), kind)
 
 
 def _neighbours(mesh: tuple[int, ...], start: int) -> Stage:
