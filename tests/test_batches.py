@@ -374,7 +374,7 @@ def _on_both(model: Any) -> list[str]:
     alike = {name: [held.region for held in everyone]
              for name, everyone in model.store.holdings.items()}  # fmt: skip
     return [name for name, held in model.store.held.items()
-            if not held.zero and alike[name] == [alike[name][0]] * 2]  # fmt: skip
+            if not held.share.zero and alike[name] == [alike[name][0]] * 2]  # fmt: skip
 
 
 def claim_a_weight_tied_over_stages_may_not_drift() -> None:

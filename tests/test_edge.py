@@ -475,8 +475,10 @@ def claim_a_fresh_optimizer_has_whole_state_once_it_is_loaded() -> None:
         job.train(opt, 1)
         job.model.save(folder[0], opt)
         job.model.load(folder[0], fresh)
-        got, want = ([v for state in o.state_dict()["state"].values() for v in state.values()]
-                     for o in (fresh, opt))  # fmt: skip
+        got, want = (
+            [state[k] for state in o.state_dict()["state"].values() for k in sorted(state)]
+            for o in (fresh, opt)
+        )
         assert not _differ(_values(got), _values(want)), plan
     dist.barrier()
     if dist.get_rank() == 0:

@@ -238,7 +238,7 @@ def claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
     losses = _steps(model, opt, [{"x": torch.ones(4, 16)}] * 3)
     assert len(set(losses)) == 3
     for held in model.store.held.values():
-        if not held.holding.region:
+        if not held.share.holding.region:
             assert torch.equal(_of_rank_0(held.tensor.detach()), held.tensor), held.name
     assert torch.equal(torch.get_rng_state(), _of_rank_0(torch.get_rng_state()))
 
@@ -435,7 +435,7 @@ def test_the_plan_of_an_untraceable_model_says_what_is_done(
     assert parallel.fallback_reason
     assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "float32"
     assert not parallel.plan.replicas[0].stages[0].recompute
-    assert "cannot be traced: num_micro_batches, recompute, precision" in caplog.text
+    assert "cannot be traced: precision, num_micro_batches, recompute" in caplog.text
 
 
 def test_what_is_no_sum_over_rows_is_refused_wherever_it_is_made() -> None:
