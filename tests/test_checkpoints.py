@@ -83,6 +83,7 @@ def _of_size(num_ranks: int) -> list[str]:
     return [name for name, (size, _) in PLANS.items() if size == num_ranks]
 
 
+@pytest.mark.slow
 def test_training_goes_on_under_any_other_plan_as_if_nothing_had_happened(tmp_path: Path) -> None:
     saved: dict[str, list[float]] = {}
     for n in (1, 2, 4):

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import PlanError, TraceError
 from ..plan import Plan
+from ..trace.burnt import user_hooks
 from ..trace.call import Call
 from ..trace.form import LossFn, form_of, outputs_of
 from .handover import hand_over
@@ -28,6 +30,8 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
           source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
+    if parallel.world.size > 1:
+        _refuse_whole_batch(parallel.module, reason)
     log.warning(
         "the model cannot be traced, so it trains with data parallelism on the untouched module; "
         "the loss is averaged by rows. Reason: %s", reason,
@@ -43,6 +47,21 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         tensor.data = cast(Tensor, source(name))
     parallel.draw_as(0)
     parallel.fallback = _Step(parallel, loss_fn)
+
+
+def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
+    """What looks at the whole batch in one process would see the rows of its rank."""
+    for name, module in model.named_modules():
+        seen = [f"the hook {getattr(hook, '__qualname__', hook)}" for _, hook in user_hooks(module)]
+        if isinstance(module, _BatchNorm) and module.training:
+            seen.append(type(module).__name__)
+        if seen:
+            raise PlanError(
+                f"{seen[0]} of {name or 'the model'} would see the rows of one rank only, as the "
+                "model cannot be traced", where=reason,
+                fix="take it out (a hook: return what it records as an output), make forward "
+                "traceable, or train in one process",
+            )  # fmt: skip
 
 
 def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:

@@ -21,7 +21,18 @@ from ..errors import RunError
 from . import ending
 from .board import Board
 from .meet import seconds
-from .standing import BROKEN, IN_CODE, Beat, JointCall, Member, Standing, Verdict, line_of
+from .standing import (
+    BROKEN,
+    IN_CODE,
+    IN_COLLECTIVE,
+    Beat,
+    JointCall,
+    Member,
+    Standing,
+    Verdict,
+    exchanges,
+    line_of,
+)
 
 log = logging.getLogger("autopar_torch")
 BEAT_S = 1.0
@@ -117,8 +128,10 @@ class Lookout:
     def _beat(self) -> Beat:
         now = (self.call, self.action)
         since_s = time.monotonic() - self.changed_at if now == self.seen else 0.0
-        line = line_of(sys._current_frames().get(self.main))
-        return Beat(self.count, now[0], str(now[1]), since_s, line, self.end)
+        frame, action = sys._current_frames().get(self.main), str(now[1])
+        if action == IN_CODE and exchanges(frame):
+            action = IN_COLLECTIVE
+        return Beat(self.count, now[0], action, since_s, line_of(frame), self.end)
 
     def _standing(self) -> Standing:
         return Standing(self.members, self.own, self._beat(), self.board.beats())

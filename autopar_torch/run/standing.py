@@ -11,6 +11,7 @@ from types import FrameType
 from msgspec import Struct
 
 IN_CODE = "in your code"
+IN_COLLECTIVE = "in a collective of your code"
 STOPPED = "its process is stopped (SIGSTOP)"
 HELD = "its Python does not run (held by code in C?), or its machine is away"
 LIBRARIES = (f"{os.sep}autopar_torch{os.sep}", f"{os.sep}torch{os.sep}", "<",
@@ -48,8 +49,9 @@ class Beat(Struct, frozen=True):
     end: str | None = None  # the exception with which it ended, "" at the end of its script
 
     def __str__(self) -> str:
-        place = f"in {self.call}" if self.action != IN_CODE else f"{IN_CODE} after {self.call}"
-        action = "" if self.action in (self.call.name, IN_CODE) else f" at {self.action}"
+        outside = self.action in (IN_CODE, IN_COLLECTIVE)
+        place = f"{self.action} after {self.call}" if outside else f"in {self.call}"
+        action = "" if outside or self.action == self.call.name else f" at {self.action}"
         since = f" for {self.since_s:.0f} s" if self.since_s >= 1 else ""
         return f"{place}{action}{since}" + (f", {self.line}" if self.line else "")
 
@@ -132,7 +134,13 @@ class Standing(Struct, frozen=True):
         for rank, beat in self.beats.items():
             number = min(own.call.number, beat.call.number)
             names = {own.call.name_of(number), beat.call.name_of(number)} - {""}
-            if len(names) > 1 and beat.action != IN_CODE and beat.since_s >= since_s:
+            if beat.since_s < since_s:
+                continue
+            if beat.action == IN_COLLECTIVE and beat.call.number < own.call.number:
+                return Verdict(f"ranks wait for each other: {self.own} is {own}; "
+                               f"{self.members[rank]} is {beat}", f"call {own.call.name} on every "
+                               "rank: all have a part of what it returns")  # fmt: skip
+            if len(names) > 1 and beat.action != IN_CODE:
                 both = " and ".join(sorted(names))
                 return Verdict(f"ranks wait for each other in different calls: {self.own} is {own};"
                                f" {self.members[rank]} is {beat}; call {number} is {both}",
@@ -162,6 +170,15 @@ class Standing(Struct, frozen=True):
 
 BROKEN = Verdict("a connection to another rank broke, and all ranks that can be seen are alive",
                  "see the logs of the others, and the network between the machines")  # fmt: skip
+
+
+def exchanges(frame: FrameType | None) -> bool:
+    """Whether this is under way in torch.distributed."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def line_of(frame: FrameType | None) -> str:

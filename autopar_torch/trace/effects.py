@@ -46,8 +46,7 @@ class Effects:
         _refuse_hooks(self.model)
         try:
             with (_set(nn.Module, __getattribute__=self._getter(), __setattr__=self._setter()),
-                  _set(CheckpointFunction, apply=staticmethod(_unrolled)),
-                  _hooks_asked(self.model)):  # fmt: skip
+                  _set(CheckpointFunction, apply=staticmethod(_unrolled))):  # fmt: skip
                 yield
         finally:
             for module, then in self.before.items():
@@ -168,10 +167,10 @@ def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
+    """They are not called to see what they do: what they keep would be tensors without data."""
     for name, module in model.named_modules():
         for kind, hook in user_hooks(module):
-            if "backward" in kind:
-                raise _hook_error(hook, kind, name, "is never called in a traced backward")
+            raise _hook_error(hook, kind, name, "would be called once in a trace, if at all")
     for kind in HOOKS:
         for hook in getattr(nn.modules.module, f"_global{kind}").values():
             if not is_library(hook):
@@ -185,29 +184,3 @@ def _hook_error(hook: Any, kind: str, name: str, what: str) -> TraceError:
         f"the hook {called} ({kind.strip('_')}) of {where} {what}", where=where,
         fix="remove it before training, or compute it in forward" + _OTHERS,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _hooks_asked(model: nn.Module) -> Iterator[None]:
-    """A forward hook that returns nothing only looks on: in a trace it would look once."""
-    found = [(getattr(module, kind), key, hook, kind, name)
-             for name, module in model.named_modules()
-             for kind in ("_forward_hooks", "_forward_pre_hooks")
-             for key, hook in getattr(module, kind).items() if not is_library(hook)]  # fmt: skip
-    for table, key, *told in found:
-        table[key] = _asked(*told)
-    try:
-        yield
-    finally:
-        for table, key, hook, *_ in found:
-            table[key] = hook
-
-
-def _asked(hook: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = hook(*args, **kwargs)
-        if result is None:
-            raise _hook_error(hook, kind, name, "returns nothing: a trace would not call it again")
-        return result
-
-    return call
