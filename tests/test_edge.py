@@ -573,7 +573,7 @@ def _saved(plan: Plan) -> dict[str, float]:
             model.save(folder[0], opt)
         else:
             model.load(folder[0], opt)
-        values = [v for state in opt.state_dict()["state"].values() for v in state.values()]
+        values = [state[k] for state in opt.state_dict()["state"].values() for k in sorted(state)]
         states.append(list(model.state_dict().values()) + values)
     dist.barrier()
     if dist.get_rank() == 0:
