@@ -196,16 +196,15 @@ def _run(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """What the flags say, as the Python API takes it."""
-    pins: dict[str, Any] = {}
+    pins: dict[str, Any] = {"memory_bytes": _bytes(options.memory)} if options.memory else {}
     for pin in options.pin:
         name, _, value = pin.partition("=")
         name = name.replace("-", "_")
         if not value or value == "null" or name in pins:
             raise PlanError(f"--pin {pin}: it says nothing, or {name} is pinned already",
-                            where="--pin", fix="write --pin tp=2, each name once")  # fmt: skip
+                            where="--pin", fix="write --pin tp=2, each name once (--memory pins "
+                            "memory_bytes)")  # fmt: skip
         pins[name] = _value(value)
-    if options.memory:
-        pins["memory_bytes"] = _bytes(options.memory)
     return {"global_batch_size": options.global_batch_size, "precision": options.precision,
             "constraints": pins}  # fmt: skip
 
