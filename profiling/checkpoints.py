@@ -40,7 +40,7 @@ def measured(repeats: int) -> dict[str, list[float]]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).square().mean()
 
-    x = torch.randn(ROWS, WIDTH)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))  # on all ranks
     model = ap.parallelize(Model(), x, plan=ap.Plan.uniform(tp=dist_size()))
     opt = torch.optim.AdamW(model.parameters())
     model(x).backward()
