@@ -194,11 +194,11 @@ class Lookout:
         """Leave word of how this rank ended."""
         if self.end is None:
             self.end = " ".join(text.split())[:MOST_SAID]
-        self._write()
         if not text:  # Python ends: a thread that is in C++ then would have it abort
             self.stopped = True
             self.word.wake()
             self.thread.join(GRACE_S)
+        self._write()
 
     def _told(self, error: BaseException) -> None:
         """An exception that nobody caught: of a connection that broke outside of our calls too."""

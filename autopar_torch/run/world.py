@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import json
 import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -46,6 +48,14 @@ def _join() -> None:
     with ending.opening():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                                 timeout=datetime.timedelta(seconds=TIMEOUT_S))  # fmt: skip
+    atexit.register(_leave, dist.group.WORLD)
+
+
+def _leave(group: dist.ProcessGroup | None) -> None:
+    """At the end of a script that did not fail: on a busy machine, a process that ends while its
+    groups are open can be aborted by their threads."""
+    if dist.group.WORLD is group and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def device() -> torch.device:
