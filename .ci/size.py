@@ -16,14 +16,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "autopar_torch"
 IDLE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-        tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
+        tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(text: str, tree: ast.Module) -> set[int]:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     used = {line for token in tokens if token.type not in IDLE
-            for line in range(token.start[0], token.end[0] + 1)}  # fmt: skip
+            for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(tree):
         if isinstance(node, SCOPES) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
@@ -41,16 +41,16 @@ def main() -> int:
         parts = path.relative_to(PACKAGE).parts
         folders[parts[0] if len(parts) > 1 else "."] += len(code_lines(text, tree))
         functions += [(n.end_lineno or n.lineno) - n.lineno + 1 for n in ast.walk(tree)
-                      if isinstance(n, SCOPES[2:])]  # fmt: skip
+                      if isinstance(n, SCOPES[2:])]
         longest = max(longest, (str(path.relative_to(PACKAGE)), text.count("\n")),
-                      key=lambda found: found[1])  # fmt: skip
+                      key=lambda found: found[1])
     total, budget = sum(folders.values()), int((HERE / "budget").read_text())
     for folder, lines in folders.most_common():
         print(f"{folder:>10} {lines:6}")
     print(f"{'all':>10} {total:6} of {budget}")
     tenth = statistics.quantiles(functions, n=10)[-1]
     print(f"functions: median {statistics.median(functions):.0f} lines, nine of ten at most "
-          f"{tenth:.0f}; longest file {longest[0]} with {longest[1]}")  # fmt: skip
+          f"{tenth:.0f}; longest file {longest[0]} with {longest[1]}")
     return int(total > budget)
 
 

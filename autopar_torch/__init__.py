@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .api import measure, parallelize, plan, simulate
 
 __all__ = ["AutoparError", "Cluster", "Guards", "Plan", "load_plan", "measure", "parallelize",
-           "plan", "simulate"]  # fmt: skip
+           "plan", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

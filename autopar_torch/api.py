@@ -82,10 +82,10 @@ def parallelize(
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
                       weights=weights is not None,
-                      example_inputs=example_inputs is not None)  # fmt: skip
+                      example_inputs=example_inputs is not None)
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
-                        fix="0 tries none, confirm=8 the best eight")  # fmt: skip
+                        fix="0 tries none, confirm=8 the best eight")
     doors.refuse_split(model)
     limits = _limits(constraints)
     given = None if plan is None and size > 1 else _read_plan(plan, place, limits)
@@ -130,7 +130,7 @@ def plan(
     is the number of rows of a step, by default those of `example_inputs`.
     """
     asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
-                 precision=precision, constraints=constraints, loss_fn=loss_fn)  # fmt: skip
+                 precision=precision, constraints=constraints, loss_fn=loss_fn)
     known = survey.Known(tuple(asked.options), asked.profile)
     return choose.best(asked.graph, known, asked.num_rows, asked.limits)
 
@@ -188,14 +188,14 @@ def measure(
     with untouched(world.device()):
         return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
                               world.device(), observe.cluster_of(place), limits,
-                              seconds)  # fmt: skip
+                              seconds)
 
 
 # --- what was given -------------------------------------------------------------------------------
 
 
 def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
-            precision: Precision, num_rows: int | None) -> tuple[Traced, int]:  # fmt: skip
+            precision: Precision, num_rows: int | None) -> tuple[Traced, int]:
     """The model, and the rows of a step: as asked for, else those of the example."""
     if num_rows is not None:
         files.checked(num_rows, Count, "global_batch_size")
@@ -211,7 +211,7 @@ def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...
         return (), dict(example)
     if not isinstance(example, (Tensor, Sequence)) or isinstance(example, (str, bytes)):
         raise PlanError(f"{type(example).__name__} is no batch", where="example_inputs",
-                        fix="give a tensor, a tuple of them, or a dict by name")  # fmt: skip
+                        fix="give a tensor, a tuple of them, or a dict by name")
     return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
@@ -234,19 +234,19 @@ def _given(plan: GivenPlan) -> Plan:
         return files.checked(plan, Plan, "plan")
     if not isinstance(plan, (str, os.PathLike)):
         raise PlanError(f"{type(plan).__name__} is no plan", where="plan",
-                        fix="give a Plan or the path of the file of one")  # fmt: skip
+                        fix="give a Plan or the path of the file of one")
     return load_plan(plan)
 
 
 def _limits(given: Constraints | Mapping[str, Any] | None,
-            precision: Precision | None = None) -> Constraints:  # fmt: skip
+            precision: Precision | None = None) -> Constraints:
     """What is pinned, in its range; a precision that is asked for beside is pinned too."""
     limits = files.checked({} if given is None else given, Constraints, "constraints")
     if precision in (None, limits.precision):
         return limits
     if isinstance(given, Mapping) and "precision" in given:
         raise PlanError(f"{limits.precision} is pinned, and {precision!r} asked for",
-                        where="constraints: precision", fix="say one of them")  # fmt: skip
+                        where="constraints: precision", fix="say one of them")
     return files.checked(replace(limits, precision=precision), Constraints, "precision")
 
 
@@ -255,7 +255,7 @@ def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraint
     alone = traced.graph.unjoined
     if alone and tell and limits.dp not in (None, 1):
         log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
-                    limits.dp, ", ".join(alone))  # fmt: skip
+                    limits.dp, ", ".join(alone))
     return replace(limits, dp=1) if alone else limits
 
 
@@ -263,7 +263,7 @@ def _unsplit(limits: Constraints) -> Plan:
     """What one process does of what was asked for."""
     plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
                         recompute=bool(limits.recompute), precision=limits.precision,
-                        grad_dtype=limits.grad_dtype)  # fmt: skip
+                        grad_dtype=limits.grad_dtype)
     return replace(plan, reason="one process")
 
 
@@ -273,7 +273,7 @@ def _done_alone(limits: Constraints) -> Constraints:
 
 
 def _tell_unused(place: world.World, limits: Constraints, confirm: int, done: Constraints,
-                 why: str) -> None:  # fmt: skip
+                 why: str) -> None:
     """Say what was asked of a search that does not take place, and is not done all the same."""
     usual = Constraints()
     names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
@@ -295,7 +295,7 @@ class _Asked(NamedTuple):
 
 
 def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
-             asked: _Asked) -> None:  # fmt: skip
+             asked: _Asked) -> None:
     """Trace, plan, hand out the parameters, and try the programs that were not made just now."""
     try:
         traced: Traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
@@ -303,7 +303,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         _untraced(parallel, given, asked, error)
         return
     plan = _find(parallel, call, tensors, traced, asked) if given is None else _complete(
-        parallel.world, given, traced, call.num_rows)  # fmt: skip
+        parallel.world, given, traced, call.num_rows)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
@@ -312,31 +312,31 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
 
 
 def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Asked,
-              error: TraceError) -> None:  # fmt: skip
+              error: TraceError) -> None:
     """Replicas of the module as it is, or the reason why not."""
     if given is not None and any(len(r.stages) + len(r.stages[0].devices) > 2
-                                 for r in given.replicas):  # fmt: skip
+                                 for r in given.replicas):
         raise TraceError(
             error.what, where=error.where,
             fix=f"{error.fix}; or use a plan of data parallelism only (tp=1, pp=1)",
-        ) from error  # fmt: skip
+        ) from error
     place = parallel.world
     if given is None:
         done = replace(_done_alone(asked.limits), dp=place.size, num_micro_batches=1,
-                       recompute=False, precision="float32")  # fmt: skip
+                       recompute=False, precision="float32")
         _tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
     plan = given or replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
     fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source)
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
-          asked: _Asked) -> Plan:  # fmt: skip
+          asked: _Asked) -> Plan:
     """Measure and search; the best plans are tried if asked for."""
     place = parallel.world
     limits = _uncoupled(asked.limits, traced, tell=place.rank == 0)
     buffers = dict(parallel.module.named_buffers())
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
-                          max(KEPT, asked.confirm))  # fmt: skip
+                          max(KEPT, asked.confirm))
     for plan in (found.plan, *(choice.plan for choice in found.others)):
         verify.check(plan, traced)  # what is kept of an earlier run is a file as others are
     if asked.confirm > 0:
@@ -367,8 +367,8 @@ def _tell(plan: Plan, traced: Traced) -> None:
     log.info("plan: %s", plan.describe())
     if plan.shardings and traced.graph.replicated_ops:
         log.info("whole on every rank of a tensor group, as no rule splits them: %s",
-                 ", ".join(traced.graph.replicated_ops))  # fmt: skip
+                 ", ".join(traced.graph.replicated_ops))
     for sharding in plan.shardings:
         if not any("S" in text for text in sharding.ops.values()):
             log.warning("%s has no dim that %s devices can share, so each computes all of it",
-                        sharding.kind, "x".join(map(str, sharding.mesh)))  # fmt: skip
+                        sharding.kind, "x".join(map(str, sharding.mesh)))

@@ -39,7 +39,7 @@ EXIT_CODES: dict[type[AutoparError], int] = {
     SearchError: 3, FileError: 4, PlanError: 4, ShardingError: 4, ScheduleError: 4, TraceError: 4,
     CheckpointError: 4,
     ProfileError: 5, RunError: 6,
-}  # fmt: skip
+}
 MOST_BYTES = 2**50
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 MODEL = "module:function or file.py:function; it is run, and returns (model, inputs)"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = 0 if given[:1] == ["run"] else len(given)  # what follows `run` is for others
     given[:own] = [re.sub("(?<=[a-z])_", "-", a) if a.startswith("--") and "=" not in a else a
-                   for a in given[:own]]  # fmt: skip
+                   for a in given[:own]]
     parser = _parser()
     options, unknown = parser.parse_known_args(given)
     if unknown and options.command is not _run:
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     measured = _verb(verbs, "measure", _measure, "measure what planning needs, under torchrun")
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
-                          help=f"time to spend after a first look ({QUICK_S:.0f})")  # fmt: skip
+                          help=f"time to spend after a first look ({QUICK_S:.0f})")
     run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
     run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
     run.add_argument("--print", action="store_true", help="only show the command")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verb(verbs: Any, name: str, command: Callable[[argparse.Namespace], int], about: str,
-          cluster: str = "", takes_plan: bool = False) -> argparse.ArgumentParser:  # fmt: skip
+          cluster: str = "", takes_plan: bool = False) -> argparse.ArgumentParser:
     """A command about a model."""
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about)
     if takes_plan:
@@ -100,7 +100,7 @@ def _verb(verbs: Any, name: str, command: Callable[[argparse.Namespace], int], a
     verb.add_argument("model", help=MODEL)
     if cluster:
         verb.add_argument(cluster, required=True, help="16x8xH100, or a JSON file of a cluster or "
-                          "of what was measured")  # fmt: skip
+                          "of what was measured")
     verb.add_argument("--global-batch-size", type=_count, help="rows of a step (those of inputs)")
     verb.add_argument("--precision", choices=["float32", "bfloat16"], help="(float32)")
     verb.add_argument("--pin", action="append", default=[], metavar="tp=2", help="a constraint")
@@ -148,14 +148,14 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if options.pin or options.memory or options.precision:
         raise PlanError("a plan says all of that itself", where="--pin, --memory, --precision",
-                        fix="leave them out, or edit the plan")  # fmt: skip
+                        fix="leave them out, or edit the plan")
     timeline = api.simulate(options.plan, *_model(options), options.cluster,
-                            global_batch_size=options.global_batch_size)  # fmt: skip
+                            global_batch_size=options.global_batch_size)
     _save(timeline, options)
     peak = max(timeline.memory, key=lambda memory: memory.peak_bytes)
     parts = timeline.parts(timeline.ranks[0])
     shown = {"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
-             "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes}  # fmt: skip
+             "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes}
     return _show(shown) if options.json else _lines([f"{k:12} {v:.6g}" for k, v in shown.items()])
 
 
@@ -164,11 +164,11 @@ def _measure(options: argparse.Namespace) -> int:
 
     asked = _asked(options)
     known = api.measure(*_model(options), constraints=asked["constraints"],
-                        seconds=options.seconds)  # fmt: skip
+                        seconds=options.seconds)
     if os.environ.get("RANK", "0") == "0":
         _save(known, options)
         print(f"{len(known.profile.cells)} programs, {len(known.profile.curves)} groups: "
-              f"{options.out}")  # fmt: skip
+              f"{options.out}")
     return 0
 
 
@@ -179,7 +179,7 @@ def _run(options: argparse.Namespace) -> int:
     count = len(load_plan(options.plan).devices)
     rest = options.rest[options.rest[:1] == ["--"] :]
     start = [] if any("nproc" in a or "nnodes" in a for a in rest) else [
-        "--standalone", "--nproc-per-node", str(count)]  # fmt: skip
+        "--standalone", "--nproc-per-node", str(count)]
     plan = str(Path(options.plan).resolve())
     print(f"AUTOPAR_PLAN={plan} torchrun {shlex.join([*start, *rest])}", file=sys.stderr)
     if options.print:
@@ -203,10 +203,10 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
         if not value or value == "null" or name in pins:
             raise PlanError(f"--pin {pin}: it says nothing, or {name} is pinned already",
                             where="--pin", fix="write --pin tp=2, each name once (--memory pins "
-                            "memory_bytes)")  # fmt: skip
+                            "memory_bytes)")
         pins[name] = _value(value)
     return {"global_batch_size": options.global_batch_size, "precision": options.precision,
-            "constraints": pins}  # fmt: skip
+            "constraints": pins}
 
 
 def _value(text: str) -> Any:
@@ -235,7 +235,7 @@ def _bytes(text: str) -> int:
     size = int(float(match[1]) * SIZES.get(match[2], 0)) if match else 0
     if not 0 < size <= MOST_BYTES:
         raise PlanError(f"{text[:80]!a} is no size up to {MOST_BYTES} bytes", where="--memory",
-                        fix="write 70GiB or 70GB")  # fmt: skip
+                        fix="write 70GiB or 70GB")
     return size
 
 
@@ -249,7 +249,7 @@ def _model(options: argparse.Namespace) -> tuple[Any, Any]:
     except (Exception, SystemExit) as error:  # whatever the code does
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise FileError(f"{options.model}: {type(error).__name__}: {error}",
-                        where=f"{last.filename}:{last.lineno}", fix=MODEL) from error  # fmt: skip
+                        where=f"{last.filename}:{last.lineno}", fix=MODEL) from error
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         raise FileError(f"{options.model} returned {type(made).__name__}", where="MODEL", fix=MODEL)
     return made[0], made[1]

@@ -122,7 +122,7 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         there |= {f"core {self.core(r)}" for r in range(count)} if self.changes else set()
         for change in self.changes:
             refuse(change.name not in there, f"a change of {change.name}, but there are "
-                   f"{len(self.nodes)} nodes (link n) of {count} ranks (core n)")  # fmt: skip
+                   f"{len(self.nodes)} nodes (link n) of {count} ranks (core n)")
 
     @property
     def num_devices(self) -> int:
@@ -184,7 +184,7 @@ class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     def cluster(self, num_nodes: int = 1, per_node: int = 0) -> Cluster:
         node = (self.device,) * (per_node or self.per_node)
         return Cluster((node,) * num_nodes, _reached(self.inside, self.inside_reached),
-                       _reached(self.across, self.across_reached))  # fmt: skip
+                       _reached(self.across, self.across_reached))
 
 
 def _reached(link: Link, part: float) -> Link:
@@ -206,7 +206,7 @@ def hardware(name: str) -> Hardware:
         if name.lower() in {text.lower() for text in (key, *found.aliases)}:
             return found
     raise PlanError(f"no hardware is called {name!r}", where="profiling/hardware",
-                    fix=f"known are: {', '.join(known()) or 'none'}")  # fmt: skip
+                    fix=f"known are: {', '.join(known()) or 'none'}")
 
 
 def named(text: str) -> Cluster:
@@ -215,7 +215,7 @@ def named(text: str) -> Cluster:
     count = int(match[1] or 1) * int(match[2]) if match else 0
     if not match or not 0 < count <= MOST_DEVICES:
         raise PlanError(f"{text[:80]!r} names no cluster of 1 to {MOST_DEVICES} devices",
-                        where="cluster", fix="write 8xH200, or 16x8xH100 for 16 nodes")  # fmt: skip
+                        where="cluster", fix="write 8xH200, or 16x8xH100 for 16 nodes")
     return hardware(match[3]).cluster(int(match[1] or 1), int(match[2]))
 
 

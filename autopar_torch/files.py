@@ -38,14 +38,14 @@ def decode(data: bytes, kind: type[T], *, where: str = "bytes") -> T:
     """Bytes to a noun; unknown fields, wrong types and broken limits are refused by path."""
     if len(data) > MAX_BYTES:
         raise FileError(f"too much for a {_name(kind)}, the limit is {MAX_BYTES} bytes",
-                        where=where, fix="was another file meant?")  # fmt: skip
+                        where=where, fix="was another file meant?")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(
             f"not a valid {_name(kind)}: {error}{_found(data, str(error))}", where=where,
             fix="write it with autopar_torch.files.save, or correct the field named above",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _name(kind: type[T]) -> str:
@@ -107,7 +107,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
             return file.read(MAX_BYTES + 1)
     except (OSError, ValueError, TypeError) as error:
         raise FileError(f"cannot read: {error}", where=_shown(path),
-                        fix="name a JSON file") from error  # fmt: skip
+                        fix="name a JSON file") from error
 
 
 def _shown(path: object) -> str:

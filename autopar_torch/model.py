@@ -13,7 +13,7 @@ from msgspec import Struct
 
 ROWS = 1_000_003
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
-               "complex64": 8, "complex128": 16, "int16": 2}  # fmt: skip
+               "complex64": 8, "complex128": 16, "int16": 2}
 
 
 def item_bytes(dtype: str) -> int:

@@ -131,7 +131,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         `num_micro_batches` is per replica, `virtual` the number of stages per pipeline position.
         """
         degrees = {"tp": tp, "pp": pp, "dp": dp, "num_micro_batches": num_micro_batches,
-                   "virtual": virtual}  # fmt: skip
+                   "virtual": virtual}
         for name, value in degrees.items():
             if value < 1:
                 raise PlanError(f"{name} = {value}, but it must be at least 1", where="Plan")
@@ -147,7 +147,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             for r in range(dp)
         )
         return Plan(replicas, schedule, zero, precision, bucket_bytes=bucket_bytes,
-                    grad_dtype=grad_dtype)  # fmt: skip
+                    grad_dtype=grad_dtype)
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -178,7 +178,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         ends = list(itertools.accumulate(sizes))
         spans = iter(zip([0, *ends], ends, strict=False))
         return [[span for span in itertools.islice(spans, count) if span[1] > span[0]]
-                for count in counts]  # fmt: skip
+                for count in counts]
 
     def describe(self) -> str:
         """One line a person can read."""
@@ -222,7 +222,7 @@ def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
                         f"device {device} is in group {theirs} of replica {other} and in {group} "
                         f"of replica {r}", where=f"Plan.replicas[{r}]",
                         fix="give every device one group, in one replica",
-                    )  # fmt: skip
+                    )
 
 
 def _check_stage(stage: Stage, meshes: dict[tuple[int, ...], tuple[int, ...]], where: str) -> None:
@@ -232,12 +232,12 @@ def _check_stage(stage: Stage, meshes: dict[tuple[int, ...], tuple[int, ...]], w
         raise PlanError(f"devices {devices} repeat", where=f"{where}.devices")
     if math.prod(axes) != len(devices) or len(axes) > 2 or min(axes) < 2 <= len(devices):
         raise PlanError(f"mesh {axes} does not arrange {len(devices)} devices on one or two axes "
-                        "of at least two", where=f"{where}.mesh")  # fmt: skip
+                        "of at least two", where=f"{where}.mesh")
     if meshes.setdefault(devices, axes) != axes:
         raise PlanError(
             f"devices {devices} are a mesh of {axes}, and of {meshes[devices]} in an earlier stage",
             where=f"{where}.mesh", fix="give all stages on the same devices the same mesh",
-        )  # fmt: skip
+        )
 
 
 def fit(plan: Plan, graph: ModelGraph) -> Plan:
@@ -251,21 +251,21 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
         block = next(b.name for b in graph.blocks if b.kind in graph.writes)
         raise PlanError(f"{block} changes a buffer in forward, once a step, so micro-batches would "
                         "change it too often", where="Plan.replicas[*].num_micro_batches",
-                        fix="use num_micro_batches=1")  # fmt: skip
+                        fix="use num_micro_batches=1")
     if (graph.coupled and split) or (graph.unjoined and plan.num_micro_batches > 1):
         raise PlanError(
             f"{', '.join(graph.coupled)} uses statistics of the whole batch, so sharing it out "
             "would change the numbers", where="Plan.replicas[*].num_micro_batches",
             fix="use num_micro_batches=1, and but for batch_norm one replica (dp=1); or put those "
             "layers in eval mode",
-        )  # fmt: skip
+        )
     return msgspec.structs.replace(plan, replicas=replicas)
 
 
 def peers(plan: Plan, block: int, rank: int) -> tuple[int, ...]:
     """Ranks at the place of this one, in the stages of all replicas that have a block."""
     stages = [next(s for s in replica.stages if s.blocks and s.blocks[0] <= block < s.blocks[1])
-              for replica in plan.replicas]  # fmt: skip
+              for replica in plan.replicas]
     place = next(s.devices.index(rank) for s in stages if rank in s.devices)
     if len(stages) == 1 or len({s.axes for s in stages}) > 1:
         return ()
@@ -277,7 +277,7 @@ def check_joint(plan: Plan, graph: ModelGraph) -> None:
     for b, block in enumerate(graph.blocks):
         coupled = graph.kinds[block.kind].couples_rows
         stages = [s for replica in plan.replicas for s in replica.stages
-                  if coupled and s.blocks and s.blocks[0] <= b < s.blocks[1]]  # fmt: skip
+                  if coupled and s.blocks and s.blocks[0] <= b < s.blocks[1]]
         keys = {(s.axes, own.key if (own := plan.sharding(s, b)) else "") for s in stages}
         if len(keys) > 1:
             meshes = ", ".join(sorted({"x".join(map(str, axes)) for axes, _ in keys}))
@@ -287,7 +287,7 @@ def check_joint(plan: Plan, graph: ModelGraph) -> None:
                 where="Plan.replicas[*].stages[*]",
                 fix="give the stages that have this block the same mesh and sharding in all "
                 "replicas, or use one replica",
-            )  # fmt: skip
+            )
 
 
 def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:
@@ -298,18 +298,18 @@ def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) ->
         return
     if len(numbers) != last - first:
         raise PlanError(f"{len(numbers)} shardings for {last - first} blocks ({first}:{last})",
-                        where=where, fix="leave them out to have them found")  # fmt: skip
+                        where=where, fix="leave them out to have them found")
     for block, number in enumerate(numbers, first):
         if not -1 <= number < len(plan.shardings):
             raise PlanError(f"sharding {number} of block {block}, but there are "
-                            f"{len(plan.shardings)}", where=where)  # fmt: skip
+                            f"{len(plan.shardings)}", where=where)
         own = plan.shardings[number] if number >= 0 else None
         if own and (own.kind, own.mesh) != (graph.blocks[block].kind, stage.axes):
             raise PlanError(
                 f"block {block} is of {graph.blocks[block].kind} on {stage.axes}, its sharding "
                 f"{number} of {own.kind} on {own.mesh}",
                 where=where, fix="leave them out to have them found",
-            )  # fmt: skip
+            )
 
 
 def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:
@@ -319,7 +319,7 @@ def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:
         raise PlanError(
             f"{num_stages} stages, but the model has only {num_blocks} blocks to share out",
             where=where, fix=f"use at most {num_blocks} stages (pp x virtual)",
-        )  # fmt: skip
+        )
     given = [stage.blocks for stage in replica.stages]
     if any(blocks is None for blocks in given):
         if any(blocks is not None for blocks in given):
@@ -330,12 +330,12 @@ def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:
         first, last = blocks or (0, 0)
         if first != end or last <= first:
             raise PlanError(f"blocks {first}:{last} do not continue at {end}, or are empty",
-                            where=f"{where}[{s}].blocks")  # fmt: skip
+                            where=f"{where}[{s}].blocks")
         end = last
     if end != num_blocks:
         raise PlanError(f"the stages end at block {end}, the model at {num_blocks}", where=where)
     stages = (msgspec.structs.replace(s, blocks=b)
-              for s, b in zip(replica.stages, given, strict=True))  # fmt: skip
+              for s, b in zip(replica.stages, given, strict=True))
     return msgspec.structs.replace(replica, stages=tuple(stages))
 
 

@@ -72,7 +72,7 @@ class Cell(Struct, frozen=True, forbid_unknown_fields=True):
         rows = [piece.rows for piece in self.pieces]
         refuse(not increase(rows), f"pieces of {rows} rows, which must increase")
         refuse(any(piece.added_s < -piece.backward_s for piece in self.pieces),
-               "added_s of a piece undoes more than its backward_s")  # fmt: skip
+               "added_s of a piece undoes more than its backward_s")
 
     def at(self, rows: int) -> Piece:
         """The piece for so many rows: measured, else on the line through its neighbours."""
@@ -95,7 +95,7 @@ def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
         pieces.setdefault(key, {}).update({piece.rows: piece for piece in cell.pieces})
         sources[key] = min(cell.source, sources.get(key, cell.source), key=SOURCES.index)
     return tuple(Cell(*key, tuple(own[n] for n in sorted(own)), sources[key])
-                 for key, own in sorted(pieces.items()))  # fmt: skip
+                 for key, own in sorted(pieces.items()))
 
 
 def few(values: Sequence[Number], most: int) -> list[Number]:
@@ -258,7 +258,7 @@ class Lookup:
                 raise ProfileError(
                     f"{kind} under sharding {sharding or 'whole'} was not measured",
                     where="Profile.cells", fix="measure again for this plan",
-                )  # fmt: skip
+                )
             self._pieces[key] = self.cells[key[:2]].at(rows)
         return self._pieces[key]
 
@@ -267,7 +267,7 @@ class Lookup:
         if (op, group) not in self.curves:
             known = ", ".join(sorted({f"{o} {g}" for o, g in self.curves})) or "none"
             raise ProfileError(f"{op} among {tuple(ranks)} ({group}) was not measured",
-                               where="Profile.curves", fix=f"measured are: {known}")  # fmt: skip
+                               where="Profile.curves", fix=f"measured are: {known}")
         return self.curves[op, group]
 
     def card(self, rank: int) -> str:

@@ -200,7 +200,7 @@ def _interleaved(progress: _Progress, action: Action) -> bool:
     # Overtaking would fill the limit with forwards whose backward needs the one overtaken.
     begun, turn = progress.started[Op.F], (action.micro_batch // count, action.stage)
     return all((begun[stage] // count, stage) >= turn or begun[stage] == progress.num_micro_batches
-               for stage in mine)  # fmt: skip
+               for stage in mine)
 
 
 def _preference(action: Action, group: int) -> tuple[int, int, int, int]:

@@ -49,7 +49,7 @@ class Memory(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def peak_bytes(self) -> int:
         return (self.params + self.grads + self.optimizer + self.activations + self.working
-                + self.buffers + self.fixed)  # fmt: skip
+                + self.buffers + self.fixed)
 
 
 class Timeline(Struct, frozen=True, forbid_unknown_fields=True):

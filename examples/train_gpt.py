@@ -84,7 +84,7 @@ def plan_of(args: argparse.Namespace, world_size: int) -> ap.Plan | None:
     return ap.Plan.uniform(
         tp=tp, pp=pp, dp=dp, num_micro_batches=num_micro_batches, schedule=args.schedule,
         zero=args.zero,
-    )  # fmt: skip
+    )
 
 
 def reference_step(model: nn.Module, opt: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=None,
                         help="train an untouched copy beside it (default: with several processes)",
-                        )  # fmt: skip
+                        )
     if os.environ.get("RANK", "0") == "0":
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     worst = train(parser.parse_args())

@@ -60,7 +60,7 @@ PLANS: dict[int, Plans] = {
         "dp4": {"dp": 4},
         "dp4 zero3": {"dp": 4, "zero": 3},
     },
-}  # fmt: skip
+}
 NETWORKS = {"loopback": 0.0, "1 Gbit/s": 1e9, "200 Mbit/s": 2e8}
 DRAWS = 15  # of the simulator, where times vary
 LIMIT_S = 3600  # of a case: spells in which the host takes the cores are waited out
@@ -138,7 +138,7 @@ def session_for(sides: dict[str, Side]) -> Any:
     traced = side.model.retrace(call, True, ("loss",))
     return session(traced, [s.model.plan for s in sides.values()], call, tensors,
                    dict(side.model.module.named_buffers()), side.model.world,
-                   side.model.device)  # fmt: skip
+                   side.model.device)
 
 
 def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
@@ -196,7 +196,7 @@ def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
         "measured_compute_s": statistics.mean(computing),
         "predicted_bytes": [m.peak_bytes for m in timeline.memory], "measured_bytes": peaks,
         "memory": [vars_of(m) for m in timeline.memory],
-    }  # fmt: skip
+    }
 
 
 def vars_of(noun: Any) -> dict[str, Any]:
@@ -219,14 +219,14 @@ def launch(command: list[str], world: int, bits_per_s: float) -> None:
 
 
 def run_case(model: str, world: int, network: str, rounds: int, names: list[str],
-             out: Path) -> list[dict[str, Any]]:  # fmt: skip
+             out: Path) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--rank-main", model, "--rounds", str(rounds),
-               "--out", str(out), *(f"--plan={name}" for name in names)]  # fmt: skip
+               "--out", str(out), *(f"--plan={name}" for name in names)]
     launch(command, world, NETWORKS[network])
     rows: list[dict[str, Any]] = json.loads(out.read_text())
     for row in rows:
         row |= {"model": model, "world": world, "network": network,
-                "accuracy": 1 - abs(row["predicted_s"] / row["measured_s"] - 1)}  # fmt: skip
+                "accuracy": 1 - abs(row["predicted_s"] / row["measured_s"] - 1)}
     return rows
 
 
@@ -260,7 +260,7 @@ def main() -> int:
                 for model in args.models.split(","):
                     names = [n for n in args.plan if n in PLANS[world]]
                     found = run_case(model, world, network, args.rounds, names,
-                                     Path(folder) / "case.json")  # fmt: skip
+                                     Path(folder) / "case.json")
                     rows += found
                     for row in found:
                         print(show(row), flush=True)

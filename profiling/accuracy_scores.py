@@ -41,7 +41,7 @@ def show(row: Row) -> str:
             f"  accuracy {row['accuracy']:6.1%}  noise {row['noise']:5.1%}"
             f"  (computing {compute:+6.1%}, waiting {waiting:+6.1%}, "
             f"hidden {row['overlap_s'] / row['predicted_s']:5.1%})"
-            f"  memory error {max(memory_errors(row)):5.1%}")  # fmt: skip
+            f"  memory error {max(memory_errors(row)):5.1%}")
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
@@ -76,7 +76,7 @@ def correlations(rows: list[Row]) -> dict[str, float]:
     """Per model, the mean over its cases."""
     cases = grouped(rows, lambda r: (r["model"], r["world"], r["network"]))
     found = {key: rank_correlation([r["predicted_s"] for r in own], [r["measured_s"] for r in own])
-             for key, own in cases.items()}  # fmt: skip
+             for key, own in cases.items()}
     models = sorted({model for model, _, _ in cases})
     return {m: statistics.mean(v for key, v in found.items() if key[0] == m) for m in models}
 
@@ -92,7 +92,7 @@ def table(rows: list[Row]) -> str:
                          f"worst {min(accuracy):.1%}; mean error of computing "
                          f"{statistics.mean(abs(c) for c, _ in parts):.1%}, of waiting "
                          f"{statistics.mean(abs(w) for _, w in parts):.1%}; noise "
-                         f"{statistics.mean(row['noise'] for row in own):.1%}")  # fmt: skip
+                         f"{statistics.mean(row['noise'] for row in own):.1%}")
     return "\n".join(lines)
 
 
@@ -107,10 +107,10 @@ def figures(rows: list[Row]) -> tuple[str, bool]:
     text = (f"{len(rows)} plans: accuracy mean {statistics.mean(accuracy):.1%} "
             f"[{low:.1%}, {high:.1%}], worst {min(accuracy):.1%}; noise floor {noise:.1%}; "
             f"rank correlation {ranks}; memory error median "
-            f"{statistics.median(memory):.1%}, worst {max(memory):.1%}")  # fmt: skip
+            f"{statistics.median(memory):.1%}, worst {max(memory):.1%}")
     good = (statistics.mean(accuracy) >= MEAN and min(accuracy) >= WORST
             and min(by_model.values()) >= RANK and statistics.median(memory) <= MEMORY_MEDIAN
-            and max(memory) <= MEMORY_WORST)  # fmt: skip
+            and max(memory) <= MEMORY_WORST)
     return text, good
 
 
@@ -132,10 +132,10 @@ def draw(rows: list[Row], path: Path) -> None:
     for k, (case, own) in enumerate(cases.items()):
         color = COLORS[k % len(COLORS)]
         names.append(f'<text x="{EDGE + 10}" y="{EDGE + 16 * k}" fill="{color}">'
-                     f"{case[0]}, {case[1]} ranks</text>")  # fmt: skip
+                     f"{case[0]}, {case[1]} ranks</text>")
         dots += [f'<circle cx="{at(r["measured_s"]):.1f}" cy="{SIZE - at(r["predicted_s"]):.1f}" '
                  f'r="3" fill="{color}"><title>{r["model"]} {r["plan"]}</title></circle>'
-                 for r in own]  # fmt: skip
+                 for r in own]
     band = 'stroke="#bbb" stroke-dasharray="4"'
     lines = [line(1, 'stroke="black"'), line(WORST, band), line(2 - WORST, band)]
     words = [
@@ -144,4 +144,4 @@ def draw(rows: list[Row], path: Path) -> None:
     ]
     path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" width="{SIZE}" height="{SIZE}" '
                     'font-family="sans-serif" font-size="12">'
-                    + "".join([*lines, *dots, *names, *words]) + "</svg>\n")  # fmt: skip
+                    + "".join([*lines, *dots, *names, *words]) + "</svg>\n")

@@ -61,7 +61,7 @@ def _serve(asked: Connection, place: str, rank: int, size: int) -> None:
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's, which has no such port
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size,
-                            timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip
+                            timeout=timedelta(seconds=TIMEOUT_S))
     while True:
         try:
             work = asked.recv()

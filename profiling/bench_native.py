@@ -231,7 +231,7 @@ def manual_stage(sizes: Sizes, mesh: DeviceMesh) -> PipelineStage:
     module = (FirstHalf, SecondHalf)[rank](seeded_model(sizes))
     given, made = ((ids, x), (x, out))[rank]
     return PipelineStage(module, rank, WORLD, torch.device("cpu"), input_args=(given,),
-                         output_args=(made,), group=mesh.get_group())  # fmt: skip
+                         output_args=(made,), group=mesh.get_group())
 
 
 class NativePipeline:
@@ -263,7 +263,7 @@ class NativeData:
         self.idx, self.targets = (t.chunk(WORLD)[dist.get_rank()] for t in global_batch(sizes))
         model = seeded_model(sizes)
         self.model: nn.Module = self.shard(model, mesh) if sharded else DistributedDataParallel(
-            model, gradient_as_bucket_view=True, static_graph=True)  # fmt: skip
+            model, gradient_as_bucket_view=True, static_graph=True)
         self.opt = adamw(self.model)
 
     @staticmethod
@@ -476,7 +476,7 @@ def timed_ms(name: str) -> float:
 
 
 def interleave(places: Places, case: str, sizes: Sizes, builds: int,
-               rounds: int) -> dict[str, list[float]]:  # fmt: skip
+               rounds: int) -> dict[str, list[float]]:
     """Several builds, each of so many rounds; the order alternates."""
     times: dict[str, list[float]] = {name: [] for name in places}
     for k in range(builds):

@@ -34,7 +34,7 @@ BOUNDS = {
     "scale": (0.6, 1.4), "memory": (0.5, 0.92), "launch": (2e-6, 1e-4), "inside": (0.25, 0.85),
     "across": (0.25, 0.85), "tensor": (0.3, 0.95), "data": (0.3, 0.95),
     **{f"part{i}": (0.3, 0.95) for i in range(5)},
-}  # fmt: skip
+}
 NVLINK = {"inside": (0.65, 0.8)}  # what the library's own tests reach on these
 TIGHTER = {"A100-80": NVLINK, "H100": NVLINK}
 Values = dict[str, float]
@@ -67,23 +67,23 @@ def jobs_on(names: Sequence[str]) -> list[Job]:
     chosen = (rows.jobs.get((file, name)) for file, name in core["time"])
     return [job for job in chosen
             if job and job.step_s and job.worker.hardware.device.name in names
-            and job.row.get("regime", "gpu_bound") == "gpu_bound"]  # fmt: skip
+            and job.row.get("regime", "gpu_bound") == "gpu_bound"]
 
 
 def changed(found: Hardware, values: Mapping[str, float]) -> Hardware:
     """A description with other calibrated parts."""
     old, scale = found.device, values.get("scale", 1.0)
     curve = [(x, min(0.95, scale * values.get(f"part{i}", y)))
-             for i, (x, y) in enumerate(old.efficiency)]  # fmt: skip
+             for i, (x, y) in enumerate(old.efficiency)]
     rising = [(x, min(y for _, y in curve[i:])) for i, (x, _) in enumerate(curve)]
     device = structs.replace(
         old, efficiency=tuple(rising), launch_s=values.get("launch", old.launch_s),
-        memory_efficiency=values.get("memory", old.memory_efficiency))  # fmt: skip
+        memory_efficiency=values.get("memory", old.memory_efficiency))
     overlap = {**found.overlap, **{k: v for k, v in values.items() if k in ("tensor", "data")}}
     return structs.replace(
         found, device=device, overlap=overlap,
         inside_reached=values.get("inside", found.inside_reached),
-        across_reached=values.get("across", found.across_reached))  # fmt: skip
+        across_reached=values.get("across", found.across_reached))
 
 
 def bounds(found: Hardware, name: str) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def current(found: Hardware, fields: Sequence[str]) -> Values:
         "scale": 1.0, "memory": device.memory_efficiency, "launch": device.launch_s,
         "inside": found.inside_reached, "across": found.across_reached, **found.overlap,
         **{f"part{i}": part for i, (_, part) in enumerate(device.efficiency)},
-    }  # fmt: skip
+    }
     limits = {name: bounds(found, name) for name in fields}
     return {name: min(max(known[name], low), high) for name, (low, high) in limits.items()}
 
@@ -109,7 +109,7 @@ def fit(found: Hardware, jobs: Sequence[Job], fields: Sequence[str]) -> Values:
         for name in fields:
             low, high = bounds(found, name)
             tries = [{**best, name: min(high, max(low, best[name] * (1 + sign * steps[name])))}
-                     for sign in (1, -1)]  # fmt: skip
+                     for sign in (1, -1)]
             value, trial = min(((loss(found, jobs, t), t) for t in tries), key=lambda pair: pair[0])
             steps[name] *= 1.3 if value < least - 1e-6 else 0.5
             if value < least - 1e-6:
@@ -153,12 +153,12 @@ def write(found: Hardware) -> None:
         old = hardware(name)
         device = structs.replace(
             old.device, efficiency=found.device.efficiency, launch_s=found.device.launch_s,
-            memory_efficiency=found.device.memory_efficiency)  # fmt: skip
+            memory_efficiency=found.device.memory_efficiency)
         files.save(
             structs.replace(old, device=device, overlap=found.overlap,
                             inside_reached=found.inside_reached,
                             across_reached=found.across_reached),
-            HERE / "hardware" / f"{name}.json")  # fmt: skip
+            HERE / "hardware" / f"{name}.json")
 
 
 if __name__ == "__main__":

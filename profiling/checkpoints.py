@@ -93,7 +93,7 @@ def main() -> None:
         ratios = [a / b for a, b in zip(ours, dcp, strict=True)]
         print(f"{what:8} ours {statistics.median(ours):.3f} s, DCP {statistics.median(dcp):.3f} s,"
               f" ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-              )  # fmt: skip
+              )
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ def nodes(count: int, rate_mbps: float) -> list[Node]:
     """As many nodes as asked for."""
     cores = sorted(os.sched_getaffinity(0))
     return [Node(name=f"n{i}", cores=(cores[i % len(cores)],), rate_mbps=rate_mbps)
-            for i in range(count)]  # fmt: skip
+            for i in range(count)]
 
 
 def run_in_lab(command: Sequence[str], count: int, bits_per_s: float,
-               ranks_per_node: int = 1) -> None:  # fmt: skip
+               ranks_per_node: int = 1) -> None:
     """The command once per rank; an error says which rank failed and how it ended."""
     with Lab(nodes(count, bits_per_s / 1e6), weight=100) as lab:
         ended = lab.run(list(command), ranks_per_node=ranks_per_node, timeout_s=TIMEOUT_S)

@@ -25,7 +25,7 @@ CASES = {  # fault -> how its ranks are started
     "kill": "torchrun", "stop": "hand", "hold": "hand", "raise": "torchrun", "crash": "torchrun",
     "abort": "torchrun", "leave": "torchrun", "state_dict": "hand", "clip": "hand",
     "evaluate": "hand",
-}  # fmt: skip
+}
 QUICK = ("kill", "stop")
 
 

@@ -102,7 +102,7 @@ class Desk:
     def __init__(self) -> None:
         device = Device("small", 1e12, 1e11, 2**30, efficiency=((1e6, 0.5), (1e9, 0.8)))
         self.cluster = Cluster(((device,) * 2,) * 2, Link(1e-5, 1e10), Link(2e-5, 1e9),
-                               (Change(0.5, "link 1", 0.5),), (0, 1, 2, 2))  # fmt: skip
+                               (Change(0.5, "link 1", 0.5),), (0, 1, 2, 2))
         model, inputs = made()
         call, _ = take_apart((), inputs)
         own = tracing.tracer(model, torch.device("cpu"), None, "float32")
@@ -110,7 +110,7 @@ class Desk:
         limits = Constraints(tp=2)
         assumed = offline.known_of(self.traced, ROWS, self.cluster, limits)
         self.known = survey.Known(assumed.options, assumed.profile,
-                                  survey.digest(self.traced.graph), survey.made_with())  # fmt: skip
+                                  survey.digest(self.traced.graph), survey.made_with())
         best = api.plan(model, inputs, self.cluster, global_batch_size=ROWS, constraints=limits)
         self.plan = best.plan
 
@@ -138,7 +138,7 @@ ODD: tuple[Any, ...] = (
     -1, 0, -0.5, 0.5, 1e-300, 1e300, 1e308, 2**31, 2**63, 2**64, 10**30, 10**400, True, None, "",
     "1", "NaN", [], {}, [1], "x" * 5000, "\u001b[31mred", "\u202eback", math.nan,
     math.inf, -math.inf,
-)  # fmt: skip
+)
 
 
 def mutated(draw: random.Random, text: str) -> bytes:
@@ -168,7 +168,7 @@ def _bytes_changed(draw: random.Random, data: bytes) -> bytes:
         lambda: b"", lambda: b"null", lambda: b"[" * draw.choice((10, 10_000, 1_000_000)),
         lambda: b'{"a":' * 200_000, lambda: data[:at] + b"9" * 5000 + data[at:],
         lambda: b'"' + b"x" * draw.choice((10, 70_000_000 if draw.random() < 0.05 else 10)) + b'"',
-    ))()  # fmt: skip
+    ))()
 
 
 def _value_changed(draw: random.Random, document: Any) -> None:
@@ -220,7 +220,7 @@ def _unlike(said: Any, read: Any, path: str) -> str:
     """Where a file says something that was not read."""
     if isinstance(said, dict) and isinstance(read, dict):
         found = (_unlike(v, read[k], f"{path}.{k}") if k in read else f"{path}.{k} is not read"
-                 for k, v in said.items())  # fmt: skip
+                 for k, v in said.items())
         return next(filter(None, found), "")
     if isinstance(said, list) and isinstance(read, list) and len(said) == len(read):
         found = (
@@ -288,26 +288,26 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # option: (right
                "tp=1e400", "max_virtual=0", "max_virtual=99999999", "tp=\"2\"", "rings=maybe",
                "memory_bytes=Infinity", "recompute=1", "tp=" + "9" * 40)),
     "--top": (("1", "3"), ("0", "-1", "x", "1e9", "")),
-}  # fmt: skip
+}
 _OWN = ("nothing", "fails", "leaves", "wrong", "clashes", "absent", "Path", "LIMIT_S", "", "a b")
 MODELS = ((MAKER,), (
     *(f"{MAKER[:-5]}:{name}" for name in _OWN), "x", ":", "no.such:made", "/nonexistent/x.py:made",
     "/tmp:made", "/dev/null:made", "json:loads", "os:getpid", "\u001b[31m:made", "a\0b.py:made",
-))  # fmt: skip
+))
 
 
 def _places_of(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     right = (str(folder / "cluster.json"), str(folder / "known.json"))
     return right, ("8xNothing", "0x8xH100", "x", "", str(folder), str(folder / "absent.json"),
                    str(folder / "folder.json"), "/dev/zero.json", str(folder / "plan.json"),
-                   "99999999999x8xH100", "-1xH100", str(folder / "bomb.json"))  # fmt: skip
+                   "99999999999x8xH100", "-1xH100", str(folder / "bomb.json"))
 
 
 def _outs(folder: Path, i: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return ((str(folder / f"out{i}.json"), str(folder / f"new{i}" / "deep" / "out.json")),
             ("/dev/null", "/dev/full", str(folder), str(folder / "plan.json"), "/proc/x/y.json",
              str(folder / "plan.json" / "x.json"), str(folder / "link.json"), "a\0b",
-             str(folder / ("x" * 300))))  # fmt: skip
+             str(folder / ("x" * 300))))
 
 
 def command_line(draw: random.Random, folder: Path, i: int) -> tuple[list[str], bool]:
@@ -390,7 +390,7 @@ def run(files_count: int, commands: int, seed: int) -> list[str]:
     logging.disable()
     bad = []
     for name, fuzz, count in (("files", fuzz_files, files_count),
-                              ("command lines", fuzz_commands, commands)):  # fmt: skip
+                              ("command lines", fuzz_commands, commands)):
         start = time.perf_counter()
         verdicts, told = fuzz(count, seed)
         shown = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))

@@ -32,7 +32,7 @@ def llama(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
-    )  # fmt: skip
+    )
     ids = torch.randint(VOCAB, (rows, SEQ))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
@@ -45,7 +45,7 @@ def opt(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
         vocab_size=VOCAB, hidden_size=width, word_embed_proj_dim=width, ffn_dim=4 * width,
         num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=SEQ,
         dropout=0.0, use_cache=False,
-    )  # fmt: skip
+    )
     ids = torch.randint(VOCAB, (rows, SEQ))
     return OPTForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
@@ -58,10 +58,10 @@ def vit(width: int = 192, layers: int = 4, rows: int = ROWS) -> Made:
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=3 * width, image_size=64, patch_size=8, num_labels=16,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     labels = torch.randint(16, (rows,))
     return ViTForImageClassification(config), {"pixel_values": torch.randn(rows, 3, 64, 64),
-                                               "labels": labels}  # fmt: skip
+                                               "labels": labels}
 
 
 MODELS = {"gpt": gpt, "llama": llama, "vit": vit, "opt": opt}

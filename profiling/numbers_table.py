@@ -52,7 +52,7 @@ def launch(ranks: int, models: list[str]) -> list[list[object]]:
         out = str(Path(folder) / "rows.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    "--nproc-per-node", str(ranks), __file__, "--out", out,
-                   "--models", ",".join(models)]  # fmt: skip
+                   "--models", ",".join(models)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(command, env=env, timeout=3000, check=False)
         if done.returncode:

@@ -34,11 +34,11 @@ SHAPES = {
 SPEED = {
     4: (1.16, 1.11, 1.16, 1.15, 1.15, 1.11), 8: (1.18, 1.35, 1.19, 1.21, 1.18, 1.43),
     16: (1.16, 1.38, 1.20, 1.24, 1.18, 1.68), 32: (1.20, 1.39, 1.21, 1.26, 1.19, 1.60),
-}  # fmt: skip
+}
 MEMORY = {
     4: (89, 92, 90, 91, 89, 92), 8: (90, 80, 91, 88, 90, 78),
     16: (93, 80, 93, 91, 93, 69), 32: (93, 79, 92, 89, 92, 68),
-}  # fmt: skip
+}
 
 # One MLP (figure 9): devices, model, rows -> collective time in percent of Megatron's, speed-up,
 # and the percentage of Megatron's time that collectives take.
@@ -47,7 +47,7 @@ MLP = {
     (8, "Llama2 70B", 8): (51.2, 1.30, 47.2), (8, "Llama2 70B", 16): (59.1, 1.17, 34.5),
     (16, "OPT 175B", 8): (22.2, 2.26, 74.2), (16, "OPT 175B", 16): (19.9, 1.72, 58.8),
     (16, "Llama2 70B", 8): (36.5, 1.65, 62.7), (16, "Llama2 70B", 16): (23.0, 1.59, 51.8),
-}  # fmt: skip
+}
 
 # Stages, replicas and tensor degree on 32 devices (figure 10): Megatron's throughput, and theirs.
 DEGREES = ((2, 1, 16), (2, 2, 8), (2, 4, 4), (4, 1, 8), (4, 2, 4), (8, 1, 4))
@@ -64,7 +64,7 @@ THREE = {
                   (1.362, 1.823, 1.910, 1.693, 1.591, 1.432)),
     "BLOOM 176B": ((1.00, 0.881, 0.576, 0.818, 0.480, 0.433),
                    (1.400, 1.109, 0.608, 1.031, 0.507, 0.457)),
-}  # fmt: skip
+}
 
 # Milliseconds of the search, by devices (table 2).
 SEARCH = {
@@ -106,9 +106,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x)
         q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(-3, -2)
-                   for f in (self.q, self.k, self.v))  # fmt: skip
+                   for f in (self.q, self.k, self.v))
         a = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)  # fmt: skip
+            q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)
         x = x + self.out(a.transpose(-3, -2).flatten(-2))
         return x + self.mlp(self.after(x))
 

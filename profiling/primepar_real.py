@@ -52,7 +52,7 @@ class Side:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         model, self.batch = MODELS[options.model](options.width, options.layers, options.rows)
         limits = {"rings": name, "tp": dist.get_world_size(), "num_micro_batches": 1,
-                  "schedule": "1f1b", "recompute": False, "zero": 0}  # fmt: skip
+                  "schedule": "1f1b", "recompute": False, "zero": 0}
         self.model = ap.parallelize(model, self.batch, constraints=limits)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         used = {i for stage in self.model.plan.replicas[0].stages for i in stage.shardings or ()}
@@ -86,7 +86,7 @@ class Side:
         timeline = self.model.measure(**self.batch, steps=3)
         found = {name: sum(s.end_s - s.start_s for s in timeline.spans
                            if s.rank == 0 and s.stream == stream)
-                 for name, stream in (("compute_s", COMPUTE), ("comm_s", COMM))}  # fmt: skip
+                 for name, stream in (("compute_s", COMPUTE), ("comm_s", COMM))}
         with nothing_hidden():
             alone = self.model.measure(**self.batch, steps=3)
         return {**found, "ring_wait_s": ring_waits(timeline), "ring_alone_s": ring_waits(alone)}
@@ -122,7 +122,7 @@ def row(name: str, side: Side, base: Side, peak: int) -> Row:
             "core_s": statistics.median(side.core_s),
             "quartiles": [low, high], "peak_bytes": peak, "rings": side.num_rings,
             "plan": side.model.plan.describe().partition(";")[0],
-            "loss_difference": off, **side.waiting()}  # fmt: skip
+            "loss_difference": off, **side.waiting()}
 
 
 def hides(r: Row) -> str:
@@ -138,7 +138,7 @@ def text(r: Row) -> str:
     return (f"  {r['side']:7} {r['step_s'] * 1e3:8.1f} ms  x{r['ratio']:.2f} ({low:.2f} to "
             f"{high:.2f})  {r['peak_bytes'] / 1e6:6.1f} MB  {r['rings']} in rings, "
             f"{hides(r)}waits {waits:.0%}, core {r['core_s'] * 1e3:.0f} ms, "
-            f"{r['plan']}")  # fmt: skip
+            f"{r['plan']}")
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -190,11 +190,11 @@ def lab_main(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "cell.json"
             command = [sys.executable, str(HERE / "primepar.py"), "--real",
-                       "--model", model, "--json", str(out), *sizes(options)]  # fmt: skip
+                       "--model", model, "--json", str(out), *sizes(options)]
             run_in_lab(command, options.nodes, rate * 1e6, per_node)
             rows = json.loads(out.read_text())
         cells += [{"model": model, "rate_mbps": rate, "nodes": options.nodes,
-                   "ranks_per_node": per_node, **r} for r in rows]  # fmt: skip
+                   "ranks_per_node": per_node, **r} for r in rows]
         print(f"{model}, {options.nodes} nodes x {per_node}, {rate:g} Mbit/s")
         print("\n".join(map(text, rows)), flush=True)
     if options.json:

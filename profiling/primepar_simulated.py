@@ -46,7 +46,7 @@ MICRO = (2, 8)  # micro-batches of a pipeline
 ASSUMPTIONS = (
     STATED, OBSERVED._replace(name="as timed, nothing hidden", hides=0.0),
     OBSERVED._replace(name="as timed, 16 bit", flops=100e12, item=0.5),
-)  # fmt: skip
+)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -68,13 +68,13 @@ def speed(devices: int, rows: int, setting: Setting) -> list[dict[str, Any]]:
             "memory": free.memory / base.memory, "memory_any": free.memory / wide.memory,
             "paper_memory": MEMORY[devices][k] / 100, "plan": free.plan, "megatron": base.plan,
             "megatron_any": wide.plan,
-        })  # fmt: skip
+        })
     return found
 
 
 def geo_means(cells: list[dict[str, Any]]) -> dict[str, float]:
     return {name: mean(c[name] for c in cells)
-            for name in ("speed", "speed_any", "over_never", "paper")}  # fmt: skip
+            for name in ("speed", "speed_any", "over_never", "paper")}
 
 
 def show_speed(cells: list[dict[str, Any]]) -> None:
@@ -82,10 +82,10 @@ def show_speed(cells: list[dict[str, Any]]) -> None:
         print(f"{c['devices']:3} {c['model']:11} x{c['speed']:.2f} (paper x{c['paper']:.2f})  "
               f"memory {c['memory']:4.0%} (paper {c['paper_memory']:.0%})  any degree "
               f"x{c['speed_any']:.2f} {c['memory_any']:4.0%}  {c['plan']} | {c['megatron']} | "
-              f"{c['megatron_any']}")  # fmt: skip
+              f"{c['megatron_any']}")
     geo = geo_means(cells)
     print(f"    geo-mean    x{geo['speed']:.3f} (paper x{geo['paper']:.3f})  any degree "
-          f"x{geo['speed_any']:.3f}; over ours without rings x{geo['over_never']:.3f}")  # fmt: skip
+          f"x{geo['speed_any']:.3f}; over ours without rings x{geo['over_never']:.3f}")
 
 
 def mlp() -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def mlp() -> list[dict[str, Any]]:
                       "speed_any": wide.step / own.step,
                       "paper_collective": percent / 100, "paper": gain, "plan": own.plan,
                       "share": base.exposed / base.step, "share_any": wide.exposed / wide.step,
-                      "paper_share": share / 100})  # fmt: skip
+                      "paper_share": share / 100})
     return found
 
 
@@ -130,7 +130,7 @@ def three(model: str, micro: int) -> dict[str, Any]:
     known = [[s or 0.0 for s in row] for row in THREE[model]]
     return {"model": model, "micro_batches": micro, **ours,
             "paper_megatron": known[0], "paper": known[1], "best": top,
-            "paper_best": max(known[1]) / max(known[0])}  # fmt: skip
+            "paper_best": max(known[1]) / max(known[0])}
 
 
 def search(repeats: int) -> list[dict[str, Any]]:
@@ -140,9 +140,9 @@ def search(repeats: int) -> list[dict[str, Any]]:
     for name, model in {"OPT": "OPT 175B", "Llama2": "Llama2 70B", "BLOOM": "BLOOM 176B"}.items():
         for devices in DEVICES:
             one, every, finer = (min(_solve_all(model, todo) for _ in range(repeats)) * 1e3
-                                 for todo in spaces_of(devices))  # fmt: skip
+                                 for todo in spaces_of(devices))
             found.append({"model": name, "devices": devices, "ms": one, "every_ms": every,
-                          "finer_ms": finer, "paper_ms": SEARCH[name][devices]})  # fmt: skip
+                          "finer_ms": finer, "paper_ms": SEARCH[name][devices]})
     return found
 
 
@@ -185,20 +185,20 @@ def what_moves(quick: bool) -> list[dict[str, Any]]:
         geo = geo_means(speed(32, rows, setting))
         print(f"{setting.name:26} {rows:3} rows  x{geo['speed']:.2f}  any degree "
               f"x{geo['speed_any']:.2f}  over ours without rings x{geo['over_never']:.3f}",
-              flush=True)  # fmt: skip
+              flush=True)
         found.append({"setting": setting.name, "rows": rows, **geo})
     return found
 
 
 def figure_9() -> list[dict[str, Any]]:
     print("\nOne MLP (figure 9): collectives in percent of Megatron's, speed-up; collectives in "
-          "Megatron's own time, in a node and any degree")  # fmt: skip
+          "Megatron's own time, in a node and any degree")
     found = mlp()
     for c in found:
         print(f"{c['devices']:3} {c['model']:11} {c['rows']:3} rows  {c['collective']:.1%} (paper "
               f"{c['paper_collective']:.1%})  x{c['speed']:.2f} (paper x{c['paper']:.2f})  "
               f"{c['share']:.0%}, {c['share_any']:.0%} (paper {c['paper_share']:.0%})  "
-              f"{c['plan']}")  # fmt: skip
+              f"{c['plan']}")
     return found
 
 
@@ -207,23 +207,23 @@ def figure_10(quick: bool) -> list[dict[str, Any]]:
         return []
     found = [three(model, micro) for micro in MICRO for model in SHAPES]
     print("\nStages, replicas, tensor degree (figure 10): "
-          + " ".join(f"{d}".replace(" ", "") for d in DEGREES))  # fmt: skip
+          + " ".join(f"{d}".replace(" ", "") for d in DEGREES))
     for c in found:
         for name, key in (("Megatron", "megatron"), ("  paper", "paper_megatron"),
-                          ("ours", "free"), ("  paper", "paper")):  # fmt: skip
+                          ("ours", "free"), ("  paper", "paper")):
             print(f"{c['model']:11} {name:9}" + " ".join(f"{s:7.3f}" for s in c[key]))
         print(f"{c['model']:11} {c['micro_batches']} micro-batches, best over best x{c['best']:.2f}"
-              f" (paper x{c['paper_best']:.2f})")  # fmt: skip
+              f" (paper x{c['paper_best']:.2f})")
     return found
 
 
 def table_2(quick: bool) -> list[dict[str, Any]]:
     print("\nSearch, ms on one core (table 2): one replica; every number of replicas; "
-          "one replica on three axes")  # fmt: skip
+          "one replica on three axes")
     found = search(2 if quick else 5)
     for c in found:
         print(f"{c['model']:7} {c['devices']:3} devices {c['ms']:8.1f} (paper {c['paper_ms']:.1f})"
-              f"  {c['every_ms']:8.1f}  {c['finer_ms']:8.1f}")  # fmt: skip
+              f"  {c['every_ms']:8.1f}  {c['finer_ms']:8.1f}")
     return found
 
 
@@ -234,23 +234,23 @@ def targets(cells: list[dict[str, Any]], searched: list[dict[str, Any]]) -> dict
     lower = sum(c["memory"] < 1 for c in own)
     quicker = sum(c["ms"] < c["paper_ms"] for c in searched)
     holds = (abs(geo["speed"] / geo["paper"] - 1) <= WITHIN and lower == len(own)
-             and quicker == len(searched))  # fmt: skip
+             and quicker == len(searched))
     return {**geo, "memory_lower": [lower, len(own)], "search_quicker": [quicker, len(searched)],
-            "holds": holds}  # fmt: skip
+            "holds": holds}
 
 
 def show_targets(t: dict[str, Any]) -> None:
     (lower, cells), (quicker, searches) = t["memory_lower"], t["search_quicker"]
     print(f"\n{'targets hold' if t['holds'] else 'TARGETS MISSED'}: geo-mean at 32 devices "
           f"x{t['speed']:.2f} (paper x{t['paper']:.2f}; any degree x{t['speed_any']:.2f}), memory "
-          f"lower in {lower} of {cells}, search quicker in {quicker} of {searches}")  # fmt: skip
+          f"lower in {lower} of {cells}, search quicker in {quicker} of {searches}")
 
 
 def main(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "speed": figure_7(options.quick), "assumptions": what_moves(options.quick),
         "mlp": figure_9(), "three": figure_10(options.quick), "search": table_2(options.quick),
-    }  # fmt: skip
+    }
     result["targets"] = targets(result["speed"], result["search"])
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))

@@ -133,7 +133,7 @@ def steady(table: KindTable) -> dict[str, int]:
     """The forms of a layer among its like: it takes what it gives."""
     same = [(i, j, float(table.solution.table[i, j]))
             for i, a in enumerate(table.borders["x0"]) for j, b in enumerate(table.borders["y0"])
-            if a == b]  # fmt: skip
+            if a == b]
     x, y, _ = min(same, key=lambda found: found[2])
     return {"x0": x, "y0": y}
 
@@ -152,7 +152,7 @@ def solved(graph: fx.Graph, mesh: tuple[int, ...], p: Prices, space: Space) -> S
 
 
 def cost(graph: fx.Graph, mesh: tuple[int, ...], replicas: int, s: Setting,
-         space: Space) -> Cost:  # fmt: skip
+         space: Space) -> Cost:
     """A layer of one replica, with what its replicas exchange."""
     p = prices(mesh, 1, s)
     split = None if mesh == (1,) else solved(graph, mesh, p, space)
@@ -174,7 +174,7 @@ def cost(graph: fx.Graph, mesh: tuple[int, ...], replicas: int, s: Setting,
     plan = f"{replicas} x {'x'.join(map(str, mesh))}" + (f", {rings} in rings" if rings else "")
     ahead, back = piece.comm_forward_s, piece.comm_backward_s
     return Cost(piece.forward_s + ahead, piece.backward_s + back, ahead + back, reduce, update,
-                state, piece.kept_bytes * s.item, plan)  # fmt: skip
+                state, piece.kept_bytes * s.item, plan)
 
 
 def degrees(devices: int, rows: int) -> Iterator[int]:
@@ -184,7 +184,7 @@ def degrees(devices: int, rows: int) -> Iterator[int]:
 
 @functools.cache
 def ways(model: str, part: str, degree: int, replicas: int, rows: int, s: Setting,
-         space: Space) -> list[Cost]:  # fmt: skip
+         space: Space) -> list[Cost]:
     """Every way to run a layer on replicas of so many devices."""
     graph = layer(model, part, rows)
     near = degree <= PER_NODE or space != "inside"
@@ -192,7 +192,7 @@ def ways(model: str, part: str, degree: int, replicas: int, rows: int, s: Settin
     if space in ("megatron", "inside"):
         return flat
     return flat + [cost(graph, mesh, replicas, s, kind) for mesh in meshes(degree)
-                   for kind in dict.fromkeys(("never", space))]  # fmt: skip
+                   for kind in dict.fromkeys(("never", space))]
 
 
 def fits(model: str, degree: int) -> bool:
@@ -205,5 +205,5 @@ def best(
 ) -> Cost:
     """The fastest plan: every number of replicas, every mesh."""
     found = [c for d in degrees(devices, rows)
-             for c in ways(model, part, devices // d, d, rows // d, s, space)]  # fmt: skip
+             for c in ways(model, part, devices // d, d, rows // d, s, space)]
     return min(found, key=lambda c: c.step)

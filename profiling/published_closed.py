@@ -14,7 +14,7 @@ from published_transformer import Layout
 
 
 def pipeline(stages: Sequence[Seconds], num_micro_batches: int, schedule: str = "1f1b",
-             virtual: int = 1, send_s: float = 0.0) -> float:  # fmt: skip
+             virtual: int = 1, send_s: float = 0.0) -> float:
     """Seconds until the first stage has finished. `send_s` is one message that is waited for."""
     busy = [num_micro_batches * stage.total for stage in stages]
     idle = [_idle(stages, s) for s in range(len(stages))]
@@ -38,7 +38,7 @@ def _idle(stages: Sequence[Seconds], stage: int) -> float:
     ahead = len(stages) - 1 - stage
     mine = stages[stage]
     return (before + max(0.0, after - ahead * mine.forward)
-            + max(0.0, after - ahead * mine.backward))  # fmt: skip
+            + max(0.0, after - ahead * mine.backward))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def step(worker: Worker, layers: Sequence[float] | None = None) -> Step:
     if layout.zero == 3:
         stages = [_gathered(worker, s, n) for s, n in zip(stages, params, strict=True)]
     piped = pipeline(stages, layout.num_micro_batches, layout.schedule, layout.virtual,
-                     _send(worker))  # fmt: skip
+                     _send(worker))
     data = max(_data(worker, s, n) for s, n in zip(stages, params, strict=True))
     return Step(piped, data, worker.update(max(params)))
 
@@ -141,4 +141,4 @@ def _data(worker: Worker, stage: Seconds, params: float) -> float:
     hides = worker.hardware.overlap.get("data", 0.0)
     last = layout.virtual * layout.pp  # the first message waits for a whole layer's backward
     return (max(scatter / last / 8, scatter - hides * stage.backward)
-            + max(gather / last / 8, gather - hides * stage.forward))  # fmt: skip
+            + max(gather / last / 8, gather - hides * stage.forward))

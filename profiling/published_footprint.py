@@ -28,7 +28,7 @@ def kept(worker: Worker) -> float:
     begin = redo.passes * size * worker.between
     products, passes, attention = _parts(worker)
     return (begin + (1 - redo.outputs) * products + (1 - redo.passes) * passes
-            + (1 - redo.attention) * attention)  # fmt: skip
+            + (1 - redo.attention) * attention)
 
 
 def _parts(worker: Worker) -> tuple[float, float, float]:
@@ -63,7 +63,7 @@ def in_flight(worker: Worker, stage: int) -> float:
 
 
 def stage_memory(worker: Worker, stage: int, layers: Sequence[float],
-                 params: Sequence[float]) -> Memory:  # fmt: skip
+                 params: Sequence[float]) -> Memory:
     """One rank of a stage at its peak."""
     layout, recipe, last = worker.layout, worker.recipe, stage == len(layers) - 1
     count, held = layers[stage], params[stage]

@@ -55,7 +55,7 @@ def rankings(groups: Sequence[Group], predictions: Mapping[Key, Prediction]) -> 
 
 def rank(group: Group, predictions: Mapping[Key, Prediction], noise: float) -> Ranking | None:
     members = [predictions[key] for name in group["ids"]
-               if (key := (group["file"], name)) in predictions]  # fmt: skip
+               if (key := (group["file"], name)) in predictions]
     ran = [p for p in members if p.job.step_s and p.tells_time]
     if len(ran) < FEWEST:
         return None
@@ -68,7 +68,7 @@ def rank(group: Group, predictions: Mapping[Key, Prediction], noise: float) -> R
         spearman=spearman([p.step_s for p in ran], measured), ceiling=ceiling(measured, noise),
         regret=1.0 if lost else 1 - min(measured) / (pick.job.step_s or min(measured)),
         out_of_memory=lost, pick=pick.job.name,
-    )  # fmt: skip
+    )
 
 
 def picked(candidates: Sequence[Prediction]) -> Prediction:

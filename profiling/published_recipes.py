@@ -37,7 +37,7 @@ def layout(row: Row) -> Layout:
         sequence=bool(p["sp"]), zero=zero, zero_group=zero_group(row),
         micro_rows=p["mbs"], rows=p["gbs"], redo=redo(row), redo_by_stage=redo_by_stage(row),
         schedule=schedule(row),
-    )  # fmt: skip
+    )
 
 
 def zero_group(row: Row) -> int:
@@ -119,7 +119,7 @@ def recipe(row: Row) -> Recipe:
         fused_sum=bool(MEGATRON.search(source)),
         overlap_weight=bool(MEGATRON.search(source)),
         overlap_pipeline=nvidia,
-    )  # fmt: skip
+    )
 
 
 def stated_precision(row: Row) -> str:

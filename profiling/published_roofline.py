@@ -44,7 +44,7 @@ class Seconds:
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(self.forward + other.forward, self.backward + other.backward,
-                       self.weight + other.weight)  # fmt: skip
+                       self.weight + other.weight)
 
     def __mul__(self, times: float) -> Seconds:
         return Seconds(self.forward * times, self.backward * times, self.weight * times)
@@ -163,7 +163,7 @@ class Worker:
         return (self._product(n, m.hidden, (m.hidden + 2 * m.kv_width) / t)
                 + self._product(n, m.hidden / t, m.hidden)
                 + self._product(n, m.hidden, up / t)
-                + self._product(n, m.ffn / t, m.hidden))  # fmt: skip
+                + self._product(n, m.ffn / t, m.hidden))
 
     @property
     def attention(self) -> Seconds:
@@ -177,7 +177,7 @@ class Worker:
         core = 2 * device.matmul_seconds(flops / 2 / width, self._wide)
         size = self.width * (1 if self.recipe.fused_softmax else EAGER_SOFTMAX)
         return Seconds(core + self._pass(SOFTMAX * size * self.scores),
-                       2 * core + self._pass(SOFTMAX_BACKWARD * size * self.scores))  # fmt: skip
+                       2 * core + self._pass(SOFTMAX_BACKWARD * size * self.scores))
 
     @property
     def passes(self) -> float:
@@ -187,7 +187,7 @@ class Worker:
         drop = (MASK if r.fused else EAGER_DROPOUT) if r.dropout else 0.0
         outer = self.between * 2 * (norm + ADD + drop)
         act = ((SWIGLU if r.fused else EAGER_SWIGLU) if m.gated else
-               GELU if r.fused else EAGER_GELU)  # fmt: skip
+               GELU if r.fused else EAGER_GELU)
         rotary = (ROTARY if r.fused else EAGER_ROTARY) * (m.hidden + m.kv_width) if m.gated else 0.0
         copies = 0.0 if r.fused else EAGER_COPY * m.hidden
         inner = n * (act * m.ffn + rotary + copies) / t
@@ -243,7 +243,7 @@ class Worker:
         redo, core = self.layout.redo, self.attention
         products, passes, exchange = self.products, self.passes, self.exchange
         again = (redo.products * products + redo.attention * core.forward
-                 + redo.passes * passes + redo.exchange * exchange.forward)  # fmt: skip
+                 + redo.passes * passes + redo.exchange * exchange.forward)
         grads = (
             0.0
             if self.recipe.fused_sum
@@ -253,9 +253,9 @@ class Worker:
         )
         weight = products + grads
         backward = (products + core.backward + BACKWARD_BYTES * passes
-                    + exchange.backward + 2 * self.ring)  # fmt: skip
+                    + exchange.backward + 2 * self.ring)
         return Seconds(products + core.forward + passes + exchange.forward + self.ring,
-                       backward + weight + again, weight)  # fmt: skip
+                       backward + weight + again, weight)
 
     @property
     def head(self) -> Seconds:

@@ -24,7 +24,7 @@ DEVICES = (
     ("A800", "A800"), ("A100.*40.*PCIe", "A100-40-PCIe"), ("A100.*PCIe", "A100-80-PCIe"),
     ("A100.*40", "A100-40"), ("A100", "A100-80"), ("V100.*16", "V100-16"), ("V100", "V100-32"),
     ("Ascend", "Ascend-910B"), ("A10G", "A10G"), ("L4", "L4"), ("T4", "T4"),
-)  # fmt: skip
+)
 UNGATED = re.compile(r"gpt|mpt|opt|nemotron|bloom|falcon|\bT5|turing|MT-NLG", re.I)
 # What collectives reach over it beside InfiniBand, fitted on bigscience: hosts move the data.
 OMNI_PATH = 0.4
@@ -205,7 +205,7 @@ def model(row: Row) -> Transformer:
     m = row["model"]
     heads = m["heads"] or m["hidden"] // 128
     found = Transformer(m["layers"], m["hidden"], heads, m["kv_heads"] or heads, m["ffn"],
-                        m["vocab"] or ASSUMED_VOCAB, m["seq"], tied=tied(row))  # fmt: skip
+                        m["vocab"] or ASSUMED_VOCAB, m["seq"], tied=tied(row))
     return replace(found, gated=gated(row, found))
 
 

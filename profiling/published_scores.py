@@ -54,7 +54,7 @@ class Report:
              "peak_bytes": p.peak_bytes, "fits": p.fits, "status": p.job.row["status"],
              "device": p.job.worker.hardware.device.name, "assumed": p.job.assumed}
             for (file, name), p in self.predictions.items()
-        ]  # fmt: skip
+        ]
 
     def check(self, holds: bool, text: str) -> None:
         if not holds:
@@ -65,7 +65,7 @@ class Report:
     @cached_property
     def timed(self) -> dict[Key, Prediction]:
         return {key: p for key, p in self.predictions.items()
-                if p.job.step_s and p.tells_time and p.job.row["status"] == "OK"}  # fmt: skip
+                if p.job.step_s and p.tells_time and p.job.row["status"] == "OK"}
 
     def _subset(self, found: dict[Key, Prediction], kind: str) -> dict[Key, Prediction]:
         keys = self.core.get(kind)
@@ -101,12 +101,12 @@ class Report:
         if not mine:
             return
         per_source = [mean(abs(p.error) for p in found)
-                      for found in by(mine, lambda key, p: key[0]).values()]  # fmt: skip
+                      for found in by(mine, lambda key, p: key[0]).values()]
         error = mean(per_source)
         self.figures.append(f"time on A100 and H100: mean over sources {error:.1%}, over rows "
-                            f"{mean(abs(p.error) for p in mine.values()):.1%}")  # fmt: skip
+                            f"{mean(abs(p.error) for p in mine.values()):.1%}")
         self.check(error <= TIME_MEAN, f"mean time error on calibrated devices {error:.1%} "
-                                       f"(target {TIME_MEAN:.0%})")  # fmt: skip
+                                       f"(target {TIME_MEAN:.0%})")
         yield f"  calibrated devices, mean of the sources' means: {error:.1%}"
 
     # --- memory ---------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Report:
             self.check(error <= MEMORY_MEAN, f"{file}: allocator memory {error:.1%}")
         near = sum(error <= MEMORY_MEAN for error in allocator.values())
         self.figures.append(f"allocator memory within {MEMORY_MEAN:.0%} in {near} of "
-                            f"{len(allocator)} sources")  # fmt: skip
+                            f"{len(allocator)} sources")
 
     def _fits(self) -> Iterator[str]:
         """Of runs that ran and runs that ran out of memory, how many were foreseen."""
@@ -132,7 +132,7 @@ class Report:
         parts = []
         for file, found in by(self.predictions, lambda key, p: key[0]).items():
             table = Counter((p.job.row["status"] == "OK", p.fits) for p in found
-                            if p.job.row["status"] in ("OK", "OOM"))  # fmt: skip
+                            if p.job.row["status"] in ("OK", "OOM"))
             if any(not ran for ran, _ in table):
                 yield f"  {file:22s}{counts(table)}"
                 right = (table[True, True] + table[False, False]) / sum(table.values())
@@ -156,7 +156,7 @@ class Report:
             yield f"  {file:22s}{_ranked([r for r in apart if r.file == file])}"
         if self.show_groups:
             yield from (f"    {r.name:66s}{r.count:4d}{r.spearman:7.3f}{r.ceiling:7.3f}"
-                        f"{r.regret:8.1%} {r.pick}" for r in (*found, *apart))  # fmt: skip
+                        f"{r.regret:8.1%} {r.pick}" for r in (*found, *apart))
         self._check_ranking(found, apart)
 
     def _check_ranking(self, found: Sequence[Ranking], apart: Sequence[Ranking]) -> None:
@@ -168,7 +168,7 @@ class Report:
         self.check(worst <= WORST_PICK, f"a pick {worst:.1%} below the best")
         self.check(not lost, f"{lost} picks ran out of memory")
         self.figures.append(f"Spearman {middle:.3f}, regret {regret:.1%}, "
-                            f"worst pick {worst:.1%}, picks out of memory {lost}")  # fmt: skip
+                            f"worst pick {worst:.1%}, picks out of memory {lost}")
 
     def _left_out(self) -> Iterator[str]:
         reasons = Counter((file, reason) for file, _, reason in self.rows.left_out)
@@ -208,7 +208,7 @@ def _file_and_device(key: Key, prediction: Prediction) -> tuple[str, str]:
 def told(errors: Sequence[float]) -> str:
     sizes = [abs(e) for e in errors]
     return (f"{len(errors):5d}{mean(sizes):8.1%}{median(sizes):8.1%}{mean(errors):+8.1%}"
-            f"{max(errors, key=abs):+8.1%}")  # fmt: skip
+            f"{max(errors, key=abs):+8.1%}")
 
 
 def _ranked(found: Sequence[Ranking]) -> str:

@@ -30,7 +30,7 @@ CASES = [  # model, rows, ranks, network
     ("gpt", 8, 2, "loopback"), ("gpt", 8, 2, "200 Mbit/s"), ("llama", 4, 2, "1 Gbit/s"),
     ("vit", 8, 2, "200 Mbit/s"), ("gpt", 4, 4, "loopback"), ("llama", 4, 4, "1 Gbit/s"),
     ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
-]  # fmt: skip
+]
 HEATS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
 LIMIT = 0.02
 
@@ -55,7 +55,7 @@ def feasible(traced: Any, known: Any, rows: int) -> list[Any]:
     from autopar_torch.search.best import search
 
     result = search(traced.graph, known.options, Lookup(known.profile), rows, exhaustive=True,
-                    kept=100_000)  # fmt: skip
+                    kept=100_000)
     return [choice.plan for choice in (result.best, *result.runners_up)]
 
 
@@ -84,7 +84,7 @@ def rank_main(model: str, rows: int, out: str) -> None:
     traced = chosen.retrace(call, True, ("loss",))
     cluster = cluster_of(chosen.world)
     known = choose.recall(traced, call, tensors, {}, chosen.world, chosen.device, cluster,
-                          Constraints())  # fmt: skip
+                          Constraints())
     plans = feasible(traced, known, rows)
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
     plans = [chosen.plan, *(plan for plan in plans if not same(plan, chosen.plan))]
@@ -92,7 +92,7 @@ def rank_main(model: str, rows: int, out: str) -> None:
     rounds_s = race(runners, HEATS, chosen.world, stays=(0,))
     if dist.get_rank() == 0:
         rows_out = [{"plan": short(runner.model.plan), "seconds": seconds}
-                    for runner, seconds in zip(runners, rounds_s, strict=True)]  # fmt: skip
+                    for runner, seconds in zip(runners, rounds_s, strict=True)]
         Path(out).write_text(json.dumps(rows_out))
     dist.barrier()
     dist.destroy_process_group()
@@ -130,7 +130,7 @@ def show(row: dict[str, Any], best: dict[str, Any]) -> str:
     low, high = row["interval"]
     return (f"{row['model']:6} {row['rows']} rows, {row['world']} ranks, {row['network']:10} "
             f"{row['num_plans']:4} plans, regret {row['regret']:+6.1%} [{low:+.1%}, {high:+.1%}]\n"
-            f"    recommended {line(row['plans'][0])}\n    best        {line(best)}")  # fmt: skip
+            f"    recommended {line(row['plans'][0])}\n    best        {line(best)}")
 
 
 def main() -> int:
@@ -150,13 +150,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.json"
             launch([sys.executable, __file__, "--rank-main", model, str(rows), str(out)], world,
-                   NETWORKS[network])  # fmt: skip
+                   NETWORKS[network])
             measured = json.loads(out.read_text())
         slower, best = regret(measured)
         middle = statistics.median(slower)
         row = {"model": model, "rows": rows, "world": world, "network": network,
                "regret": middle, "interval": interval(slower, statistics.median),
-               "num_plans": len(measured) - 1, "plans": measured}  # fmt: skip
+               "num_plans": len(measured) - 1, "plans": measured}
         found.append(row)
         print(show(row, best), flush=True)
     if args.json:

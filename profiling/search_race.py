@@ -72,14 +72,14 @@ def case_of(model: str, cluster: str, rows: int, **options: Any) -> Case:
 
 
 def timed(case: Case, repeats: int, exhaustive: bool = False,
-          kept: int = KEPT) -> tuple[Result, float, float]:  # fmt: skip
+          kept: int = KEPT) -> tuple[Result, float, float]:
     """The result, the first and the best of the times."""
     seconds = []
     for _ in range(repeats):
         known = lookup(case.profile)
         start = time.process_time()
         found = search(case.graph, case.options, known, case.num_rows, case.limits,
-                       exhaustive=exhaustive, kept=kept)  # fmt: skip
+                       exhaustive=exhaustive, kept=kept)
         seconds.append(time.process_time() - start)
     return found, seconds[0], min(seconds)
 
@@ -87,7 +87,7 @@ def timed(case: Case, repeats: int, exhaustive: bool = False,
 def race(pairs: list[tuple[str, str, int, float, bool]], repeats: int) -> list[dict[str, Any]]:
     rows = []
     print("model       cluster         rows  first ms  proven ms  target  with seven more  "
-          "considered  priced  step ms  plan")  # fmt: skip
+          "considered  priced  step ms  plan")
     for model, cluster, batch, target, small in pairs:
         case = case_of(model, cluster, batch)
         found, first, longer = timed(case, repeats)
@@ -96,17 +96,17 @@ def race(pairs: list[tuple[str, str, int, float, bool]], repeats: int) -> list[d
                "with_others_s": longer, "same": one.best == found.best,
                "target_s": target, "considered": found.considered, "priced": found.priced,
                "discarded": found.discarded, "step_s": found.best.step_s,
-               "plan": short(found.best.plan)}  # fmt: skip
+               "plan": short(found.best.plan)}
         shown = f"{target * 1e3:6.0f}" if target else "     -"
         print(f"{model:10}  {cluster:13} {batch:6}  {first * 1e3:8.1f} {best * 1e3:10.1f}  {shown}"
               f"  {longer * 1e3:15.1f}  {found.considered:10}  {found.priced:6}"
-              f"  {found.best.step_s * 1e3:7.0f}  {row['plan']}")  # fmt: skip
+              f"  {found.best.step_s * 1e3:7.0f}  {row['plan']}")
         if small:
             every, _, long = timed(case, 1, exhaustive=True)
             row["equal"] = (every.best, every.runners_up) == (found.best, found.runners_up)
             row["exhaustive_s"] = long
             print(f"{'':10}  every one of them: {long:.2f} s, {every.priced} priced, "
-                  f"{'equal' if row['equal'] else 'OTHER'} results")  # fmt: skip
+                  f"{'equal' if row['equal'] else 'OTHER'} results")
         rows.append(row)
     return rows
 
@@ -119,7 +119,7 @@ def shares(rows: list[dict[str, Any]]) -> None:
         parts = [row["discarded"].get(rule, 0) for rule in rules]
         parts.append(row["considered"] - sum(parts))
         print(f"{row['model']}@{row['cluster']}".ljust(24)
-              + "".join(f"{part / row['considered']:14.2%}" for part in parts))  # fmt: skip
+              + "".join(f"{part / row['considered']:14.2%}" for part in parts))
 
 
 def growth(quick: bool) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     base = {"nodes": 8, "layers": 32, "rows": 512}
     grown = {"nodes": (1, 8, 64) if quick else (1, 4, 16, 64, 256),
              "layers": (16, 64) if quick else (16, 32, 64, 128),
-             "rows": (64, 4096) if quick else (64, 512, 4096, 32768)}  # fmt: skip
+             "rows": (64, 4096) if quick else (64, 512, 4096, 32768)}
     print("\na 7B with one thing grown:   value  considered  proven ms")
     for name, values in grown.items():
         for value in values:
@@ -137,7 +137,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
             case = case_of("llama_7b", f"{sizes['nodes']}x8xA100-80", batch, layers=sizes["layers"])
             result, _, best = timed(case, 3, kept=1)
             found.append({"grown": name, "value": value, "best_s": best,
-                          "considered": result.considered})  # fmt: skip
+                          "considered": result.considered})
             print(f"{name:>24}  {value:8}  {result.considered:10}  {best * 1e3:7.1f}")
     return found
 
@@ -173,10 +173,10 @@ def measure(name: str, world: int, seconds: float, folder: Path) -> Case:
     source = Path(__file__).resolve().with_name("models.py")
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(world)]
     command = [*torchrun, "-m", "autopar_torch", "measure", f"{source}:{name}",
-               "--out", str(path), "--seconds", str(seconds)]  # fmt: skip
+               "--out", str(path), "--seconds", str(seconds)]
     paths = [str(source.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                                "PYTHONPATH": os.pathsep.join(paths)}  # fmt: skip
+                                "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run(command, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
     return api.case(*MODELS[name](), str(path))
 
@@ -198,7 +198,7 @@ def compare(name: str, world: int, case: Case) -> bool:
         print(f"{name:12} {world:6} {memory:>11} {found.considered:11} {found.priced:5} "
               f"{quick:5.3f}s {every.priced:5} {long:5.2f}s {found.best.step_s * 1e3:8.2f}  "
               f"{short(found.best.plan)}{'' if same else '  OTHER: ' + short(every.best.plan)}",
-              flush=True)  # fmt: skip
+              flush=True)
         room = int(every.best.memory_bytes * LESS)
     return equal
 
@@ -226,7 +226,7 @@ def main() -> int:
     late = [row for row in rows if row["target_s"] and row["best_s"] > row["target_s"]]
     other = [row for row in rows if not (row["same"] and row.get("equal", True))]
     figures = " ".join(f"{row['model']}@{row['cluster']} {row['best_s'] * 1e3:.1f} ms"
-                       for row in rows)  # fmt: skip
+                       for row in rows)
     print(f"\n{figures}; late {len(late)}, other results {len(other)}")
     return 1 if late or other else 0
 

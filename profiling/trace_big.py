@@ -33,7 +33,7 @@ def main() -> int:
     config = transformers.LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=options.layers,
         num_attention_heads=64, num_key_value_heads=8, vocab_size=32000,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
         ids = torch.zeros(1, options.seq, dtype=torch.long)
@@ -50,11 +50,11 @@ def main() -> int:
         "seconds": seconds, "peak_mib": mib, "added_mib": mib - before / 1024,
         "blocks": len(graph.blocks), "kinds": len(graph.kinds), "params": elements,
         "ops": sum(graph.kind_of(i).num_ops for i in range(len(graph.blocks))),
-    }  # fmt: skip
+    }
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1))
     print(" ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                   for k, v in figures.items()))  # fmt: skip
+                   for k, v in figures.items()))
     return 0 if seconds < 15 and mib < 1024 and len(graph.kinds) in (3, 4) and whole else 1
 
 

@@ -66,7 +66,7 @@ QUICK = (
     "dataloader_shuffle", "randint_batches", "each_rank_another_batch", "gradient_reversal",
     "torch_clip_grad_norm", "penalty_in_the_loop", "freeze_after_first_step", "tensor_hook",
     "logits_and_loss", "batch_mixes_rows", "first_call_no_grad", "deepcopy_of_it",
-)  # fmt: skip
+)
 GOOD = ("right", "refused", "-")
 HANG_S, GRACE_S, POLL_S, SHOWN = 60.0, 2.0, 0.02, 44
 
@@ -91,7 +91,7 @@ def _be_rank(case: Case, wrap: Wrap, port: int) -> None:
     """Run the script, leave what came of it in a file, and end."""
     places = {"RANK": wrap.rank, "LOCAL_RANK": wrap.rank, "WORLD_SIZE": wrap.size,
               "LOCAL_WORLD_SIZE": wrap.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+              "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update({name: str(value) for name, value in places.items()})
     logging.basicConfig(level=logging.INFO, force=True)
     faulthandler.enable()
@@ -109,7 +109,7 @@ def _be_rank(case: Case, wrap: Wrap, port: int) -> None:
         whole = isinstance(error, AutoparError) and all((error.what, error.where, error.fix))
         text = error.what if isinstance(error, AutoparError) else str(error)
         found |= {"error": type(error).__name__, "text": " ".join(text.split()),
-                  "ours": isinstance(error, AutoparError), "whole": whole}  # fmt: skip
+                  "ours": isinstance(error, AutoparError), "whole": whole}
     found["when"] = time.time()
     draft = wrap.folder / f"{wrap.rank}.draft"
     torch.save(found, draft)
@@ -143,7 +143,7 @@ def _fork(case: Case, wrap: Wrap, port: int) -> int:
 
 
 def _run(case: Case, degrees: dict[str, Any] | None, size: int, limit_s: float,
-         folder: Path) -> list[dict[str, Any] | None]:  # fmt: skip
+         folder: Path) -> list[dict[str, Any] | None]:
     """What every rank left; None where it left nothing: it hung or died."""
     port = _free_port()
     pids = [_fork(case, Wrap(degrees, r, size, folder), port) for r in range(size)]
@@ -178,7 +178,7 @@ def _free_port() -> int:
 
 
 def judge(case: Case, found: list[dict[str, Any] | None],
-          want: dict[str, Any]) -> tuple[str, str]:  # fmt: skip
+          want: dict[str, Any]) -> tuple[str, str]:
     """(status, detail) of a cell, from what its ranks left and what plain PyTorch gave."""
     errors = sorted((f for f in found if f and "error" in f), key=lambda f: f["when"])
     told = any(f["ours"] and f["whole"] for f in errors)
@@ -202,7 +202,7 @@ def judge(case: Case, found: list[dict[str, Any] | None],
         return "silent", "not refused"
     apart, where = max(difference(f["value"], want) for f in found if f)
     return ("right", f"{apart:.0e}") if apart <= case.tolerance else (
-        "silent", f"{apart:.0e} {where}")  # fmt: skip
+        "silent", f"{apart:.0e} {where}")
 
 
 def cells(case: Case, plans: list[str], limit_s: float, logs: Path) -> list[Cell]:
@@ -282,7 +282,7 @@ def main() -> int:
     bad = sum(n for status, n in counts.items() if status not in GOOD)
     print(f"FIGURES cells={len(found)} bad={bad} "
           + " ".join(f"{status}={n}" for status, n in sorted(counts.items()))
-          + f" seconds={time.monotonic() - began:.0f}")  # fmt: skip
+          + f" seconds={time.monotonic() - began:.0f}")
     return 1 if bad else 0
 
 

@@ -997,7 +997,7 @@ def nan_is_named(wrap: Wrap) -> Any:
 def loss_fn_and_target(wrap: Wrap) -> Any:
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)),
-                 loss_fn=F.cross_entropy)  # fmt: skip
+                 loss_fn=F.cross_entropy)
     opt, said = sgd(model), []
     for x, y in batches():
         opt.zero_grad()

@@ -94,4 +94,4 @@ def _script(judge: Loss) -> Callable[[Wrap], Any]:
 CASES.update({
     f"loss_{name}": Case(f"loss_{name}", "losses", _script(judge))
     for name, judge in LOSSES.items()
-})  # fmt: skip
+})

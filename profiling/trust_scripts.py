@@ -75,7 +75,7 @@ def llama(**options: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32,
-        use_cache=False, **options))  # fmt: skip
+        use_cache=False, **options))
 
 
 def texts() -> TensorDataset:

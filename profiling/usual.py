@@ -76,7 +76,7 @@ def speedup(case: dict[str, Any]) -> float:
     """Of ours over the best usual choice, paired."""
     ours = case["ms"]["ours"]
     return min(statistics.median(b / a for a, b in zip(ours, case["ms"][name], strict=True))
-               for name in USUAL)  # fmt: skip
+               for name in USUAL)
 
 
 def main() -> int:
@@ -102,7 +102,7 @@ def main() -> int:
         args.json.write_text(json.dumps(found))
     gains = [speedup(case) for case in found]
     print(f"{len(found)} cases, against the best usual choice: worst x{min(gains):.2f}, "
-          f"mean x{statistics.mean(gains):.2f}")  # fmt: skip
+          f"mean x{statistics.mean(gains):.2f}")
     return 0 if min(gains) >= 0.98 else 1
 
 

@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--begin-within", type=float, default=math.inf, metavar="S",
         help="tests that have not begun after so many seconds are skipped",
-    )  # fmt: skip
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -61,7 +61,7 @@ def content(model: Any, opt: torch.optim.Optimizer) -> str:
     return repr((
         [(k, v.numpy().tobytes()) for k, v in model.state_dict().items()],
         [[(k, v.numpy().tobytes()) for k, v in own] for own in state], groups,
-    ))  # fmt: skip
+    ))
 
 
 class Payload:
@@ -127,7 +127,7 @@ def bomb(rng: random.Random, folder: Path, _: Path) -> None:
     path.write_bytes(rng.choice([
         deep, len(deep).to_bytes(8, "little") + deep, (2**63).to_bytes(8, "little"),
         b'{"sha256": ' + b"9" * 5000 + b"}", b"",
-    ]))  # fmt: skip
+    ]))
 
 
 def poison(rng: random.Random, folder: Path, _: Path) -> None:
@@ -167,7 +167,7 @@ def _edited(rng: random.Random, folder: Path, seal: bool) -> None:
     walk(value["manifest"])
     node, k = rng.choice(places)
     news = [None, -1, 0, 1, 2, 7, 2**62, 2**70, 1e300, "", "../x.safetensors", "/etc/passwd", [],
-            {}, [[]], "F32", "I8", "F64", True, [0, [0], [1]], "\x1b[2J", "0" * 64]  # fmt: skip
+            {}, [[]], "F32", "I8", "F64", True, [0, [0], [1]], "\x1b[2J", "0" * 64]
     if isinstance(node, dict) and rng.random() < 0.3:
         if rng.random() < 0.5:
             del node[k]
@@ -199,7 +199,7 @@ def edit_and_seal(rng: random.Random, folder: Path, _: Path) -> None:
 DAMAGES: list[Damage] = [
     flip, flip, flip, flip_header, truncate, append, swap, delete, garbage, bomb, poison, link,
     special, edit, edit, edit_and_seal,
-]  # fmt: skip
+]
 ON_PURPOSE = {edit_and_seal}  # not damage: who writes a right hash may write other numbers
 
 

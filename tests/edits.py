@@ -36,9 +36,9 @@ from ranks import run_ranks
 NAMES = ("nanogpt", "mlp", "unet")
 DEGREES: tuple[dict[str, Any], ...] = (
     {"tp": 2}, {"tp": 2, "virtual": 2}, {"tp": 2, "num_micro_batches": 2},
-)  # fmt: skip
+)
 FORMS = ("R|R", "R|P", "S0|S0", "S1|S1", "S0|R", "P|P", "P|R", "S5|S5", "S-1|S-1", "S0/3|S0/3",
-         "S0/3b|S0/3b", "S0x1o|S0x1o", "", "S", "nonsense", "R.R|R.R", "S1|S0")  # fmt: skip
+         "S0/3b|S0/3b", "S0x1o|S0x1o", "", "S", "nonsense", "R.R|R.R", "S1|S0")
 ROWS = 4
 Loose = dict[str, Any]
 
@@ -185,7 +185,7 @@ EDITS: tuple[Callable[[random.Random, Loose, str], None], ...] = (
     _ops_swapped, _op_chosen, _op_chosen, _forms_swapped, _form_set, _form_set_everywhere,
     _key_dropped, _key_added, _mesh_changed, _numbers_changed, _numbers_changed, _all_whole,
     _kind_changed, _swapped, _nudged,
-)  # fmt: skip
+)
 
 
 def tried(seed: int, folder: Path) -> tuple[str, str]:
@@ -243,7 +243,7 @@ def try_edits(seeds: list[int]) -> dict[str, Any]:
             counts[verdict] += 1
             bad += [about] if verdict in ("raw", "wrong") else []
     return {"counts": dict(counts), "bad": bad, "slowest_s": round(slowest, 1),
-            "caught": wrong_programs()}  # fmt: skip
+            "caught": wrong_programs()}
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def fail(fault: str, model: Any) -> None:
 
 
 def main(fault: str = "", at: int = 3, steps: int = STEPS, folder: str = "", plan: str = "dp",
-         pause_s: float = 0.0) -> None:  # fmt: skip
+         pause_s: float = 0.0) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ class Job:
     def __init__(
         self, num_ranks: int, options: dict[str, Any], how: str = "torchrun",
         launcher: Sequence[str] = (), limit_s: float = 60.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kept = ""
         self.mark = uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="job-"))
@@ -50,7 +50,7 @@ class Job:
             MARK: self.mark, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1", "AUTOPAR_TIMEOUT_S": str(limit_s),
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }  # fmt: skip
+        }
         self.environment.pop("GLOO_SOCKET_IFNAME", None)
         script = [SCRIPT, json.dumps(options)]
         if how == "torchrun":
@@ -67,7 +67,7 @@ class Job:
                              stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
                              start_new_session=True)
             for command, place in zip(commands, by_hand, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _place(self, rank: int, num_ranks: int) -> dict[str, str]:
         if rank == 0:
@@ -75,13 +75,13 @@ class Job:
         size = str(num_ranks)
         return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size,
                 "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.port)}  # fmt: skip
+                "MASTER_PORT": str(self.port)}
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+                 trace: TracebackType | None) -> None:
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ class Job:
     def ranks(self) -> list[int]:
         """Processes of ranks."""
         return [pid for pid, environment in _processes()
-                if f"{MARK}={self.mark}" in environment and "\0RANK=" in environment]  # fmt: skip
+                if f"{MARK}={self.mark}" in environment and "\0RANK=" in environment]
 
     def listeners(self) -> list[str]:
         """Addresses (as /proc has them) at which processes of this job listen."""

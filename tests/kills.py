@@ -86,7 +86,7 @@ def _forked(rank: int, size: int, port: int, act: Callable[[], None], log: Path)
     try:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
                        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+                       "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
@@ -171,7 +171,7 @@ def kills(number: int, seed: int) -> list[str]:
             folder = Path(name) / str(by_step)
             folder.mkdir(exist_ok=True)
             told.append(f"{num_ranks} ranks, {'steps' if by_step else 'over'}: "
-                        f"{kill(rng, num_ranks, folder, by_step)}")  # fmt: skip
+                        f"{kill(rng, num_ranks, folder, by_step)}")
             print(told[-1], flush=True)
     return told
 

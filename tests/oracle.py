@@ -104,7 +104,7 @@ def reference(name: str, pad: bool, rows: int = ROWS) -> Any:
 def _must_split(plan: ap.Plan, name: str) -> None:
     """A plan with tensor axes has to cut parameters, else its numbers would say nothing."""
     forms = [text for sharding in plan.shardings for slot, text in sharding.forms.items()
-             if slot.startswith("w_")]  # fmt: skip
+             if slot.startswith("w_")]
     if forms and sum("S" in text for text in forms) < len(forms) / 8:
         raise AssertionError(f"hardly any parameter of {name} is split: {forms}")
 
@@ -123,7 +123,7 @@ def compare(name: str, plan: ap.Plan, pad: bool, rows: int = ROWS) -> dict[str, 
         worst[0] = max(abs(a - b) / abs(b) for a, b in zip(losses, want_losses, strict=True))
         worst[1] = max(abs(a - b) / abs(b) for a, b in zip(norms, want_norms, strict=True))
         worst[2] = max(float((state[k].double() - v.double()).abs().max()) / top
-                       for k, v in want.items())  # fmt: skip
+                       for k, v in want.items())
     if dist.is_initialized():
         dist.broadcast(worst, 0)
     return dict(zip(("loss", "norm", "params"), worst.tolist(), strict=True))

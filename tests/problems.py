@@ -35,11 +35,11 @@ def problem(seed: int) -> Problem:
         shardings.append(dict(own))
         options.append(Option((parts,), tuple(own[b.kind] for b in graph.blocks)))
     cells = [cell for table in shardings for kind, sharding in table.items()
-             for cell in _cells(draw, kind, sharding)]  # fmt: skip
+             for cell in _cells(draw, kind, sharding)]
     over = Overheads(update_s_per_byte=1e-8, step_s=draw.choice([0.0, 1e-3]),
                      action_s=draw.choice([0.0, 1e-3]), micro_batch_s=draw.choice([0.0, 2e-3]),
                      add_s_per_byte=draw.choice([0.0, 1e-7]), copy_s_per_byte=1e-9,
-                     cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)  # fmt: skip
+                     cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)
     cluster = _cluster(draw)
     curves = tuple(_messages(draw, cluster)) if draw.random() < 0.5 else ()
     found = Profile(cluster, tuple(cells), curves, overheads=over, assumed=True)
@@ -50,7 +50,7 @@ def problem(seed: int) -> Problem:
 
 
 def _model(draw: random.Random, num_kinds: int,
-           num_blocks: int) -> tuple[list[str], ModelGraph]:  # fmt: skip
+           num_blocks: int) -> tuple[list[str], ModelGraph]:
     x = TensorInfo((ROWS, draw.choice([8, 64])), "float32", True)
     kinds = {}
     for k in range(num_kinds):
@@ -80,7 +80,7 @@ def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Ce
                   (256.0 if again else kept) * n, 600.0 * n, 700.0 * n,
                   stash_bytes=1.2 * kept * n)
             for n in (1, 16)
-        )  # fmt: skip
+        )
         found.append(Cell(kind, cell_key(sharding, again), pieces))
     return found
 
@@ -98,4 +98,4 @@ def _cluster(draw: random.Random) -> Cluster:
     device = Device("d", 1e9, 1e9, draw.choice([10**9, 400_000, 150_000]))
     nodes = draw.choice([1, 2]) if world > 1 else 1
     return Cluster(((device,) * (world // nodes),) * nodes, Link(1e-4, draw.choice([1e6, 1e8])),
-                   Link(1e-3, draw.choice([1e5, 1e7])))  # fmt: skip
+                   Link(1e-3, draw.choice([1e5, 1e7])))

@@ -66,7 +66,7 @@ def run_ranks(
 def _start(
     rank: int, num_ranks: int, port: int, target: str, args: tuple[Any, ...], folder: Path,
     lab: Lab | None,
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     old_path = os.environ.get("PYTHONPATH", "")
     environment = os.environ | {
         "RANK": str(rank),
@@ -89,7 +89,7 @@ def _start(
         return popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
             stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def _watch(

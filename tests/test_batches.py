@@ -96,7 +96,7 @@ def _parallel(module: nn.Module, degrees: dict[str, Any], **options: Any) -> Any
 def _states() -> list[int]:
     """Of all generators that are the user's."""
     states = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(),
-              repr(np.random.get_state()).encode())  # fmt: skip
+              repr(np.random.get_state()).encode())
     return [zlib.crc32(state) for state in states]
 
 
@@ -305,7 +305,7 @@ def claim_values_are_compared_sparsely_later() -> None:
     rank, good = dist.get_rank(), zoo.batch("nanogpt", 4)
     other = zoo.batch("nanogpt", 4, seed=1 + rank)
     model, loose = (_parallel(zoo.build("nanogpt"), DP2, guards={"batches": on})
-                    for on in (True, False))  # fmt: skip
+                    for on in (True, False))
     for _ in range(10):
         model(**good)
     model(**other)
@@ -342,7 +342,7 @@ def claim_a_loss_that_is_no_number_is_named_at_its_step() -> None:
             _parallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
                       {**degrees, "num_micro_batches": 2}, loss_fn=F.mse_loss, guards={"nan": on})
             for on in (True, False)
-        )  # fmt: skip
+        )
         with _Lines() as lines:
             for batch in (x, bad, bad, x, bad):
                 net(batch, target=zeros).backward()
@@ -372,9 +372,9 @@ def claim_a_flipped_bit_is_found() -> None:
 def _on_both(model: Any) -> list[str]:
     """What both ranks have the same elements of."""
     alike = {name: [held.region for held in everyone]
-             for name, everyone in model.store.holdings.items()}  # fmt: skip
+             for name, everyone in model.store.holdings.items()}
     return [name for name, held in model.store.held.items()
-            if not held.share.zero and alike[name] == [alike[name][0]] * 2]  # fmt: skip
+            if not held.share.zero and alike[name] == [alike[name][0]] * 2]
 
 
 def claim_a_weight_tied_over_stages_may_not_drift() -> None:
@@ -401,7 +401,7 @@ def claim_ranks_that_are_started_otherwise_are_told() -> None:
         ({"loss_fn": F.l1_loss if rank else F.mse_loss}, ("loss_fn: ", "mse_loss", "l1_loss")),
         ({"plan": None, "constraints": {"tp": 1 + rank}}, ("constraints: ",)),
         ({"guards": {"batches": bool(rank)}}, ("guards: ",)),
-    ]  # fmt: skip
+    ]
     usual = {"model": nn.Linear(4, 4), "plan": plan}
     for options, words in odd:
         _refuses(partial(ap.parallelize, **{**usual, **options}), *words)

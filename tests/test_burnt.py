@@ -608,7 +608,7 @@ def test_a_model_is_parallelized_once() -> None:
 def test_copies_and_pickles_say_what_to_do() -> None:
     model = ap.parallelize(net())
     for attempt in (copy.deepcopy, copy.copy, lambda m: torch.save(m, io.BytesIO()),
-                    torch.optim.swa_utils.AveragedModel):  # fmt: skip
+                    torch.optim.swa_utils.AveragedModel):
         with pytest.raises(RunError, match="state_dict"):
             attempt(model)  # type: ignore[operator]
 
@@ -618,7 +618,7 @@ def test_moving_a_planned_model_is_refused_where_it_would_change_it() -> None:
     model(*batch())
     model.to("cpu").float().to(torch.float32)
     for move in (lambda: model.half(), lambda: model.bfloat16(), lambda: model.double(),
-                 lambda: model.to("meta"), lambda: model.to(torch.float64)):  # fmt: skip
+                 lambda: model.to("meta"), lambda: model.to(torch.float64)):
         with pytest.raises(RunError, match="before parallelize"):
             move()
     assert next(model.parameters()).dtype == torch.float32
@@ -632,7 +632,7 @@ def test_a_look_is_quicker_than_listing_the_modules() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
     burnt = Burnt(model)
     look, listing = (min(timeit.repeat(run, number=20, repeat=20))
-                     for run in (burnt.look, lambda: list(model.named_parameters())))  # fmt: skip
+                     for run in (burnt.look, lambda: list(model.named_parameters())))
     assert look < listing
 
 

@@ -44,7 +44,7 @@ def given(tmp_path: Path) -> list[str]:
     cluster = Cluster(((device,) * 2,) * 2, Link(1e-5, 1e10), Link(2e-5, 1e9))
     files.save(cluster, tmp_path / "cluster.json")
     return [f"{tmp_path / 'own.py'}:made", "--cluster", str(tmp_path / "cluster.json"),
-            "--global-batch-size", "64"]  # fmt: skip
+            "--global-batch-size", "64"]
 
 
 def _model(place: str) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def _model(place: str) -> tuple[Any, Any]:
 def test_help_does_not_import_torch() -> None:
     code = "import sys, autopar_torch.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
     done = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"],
-                          capture_output=True, timeout=300)  # fmt: skip
+                          capture_output=True, timeout=300)
     assert done.returncode == 0
 
 

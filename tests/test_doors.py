@@ -78,7 +78,7 @@ def test_a_poisoned_number_is_refused_wherever_it_is(which: str) -> None:
     value = getattr(desk(), which)
     document = json.loads(files.encode(value))
     found = [(place, key) for place, key in fuzz._places(document)
-             if type(place[key]) in (int, float)]  # fmt: skip
+             if type(place[key]) in (int, float)]
     for place, key in random.Random(0).sample(found, min(40, len(found))):
         kept, place[key] = place[key], "HERE"
         signed = key in SIGNED or isinstance(key, int)  # of a list some may be below zero
@@ -153,7 +153,7 @@ def test_nouns_that_contradict_themselves_are_not_made() -> None:
         lambda: Cell("k", "", (Piece(2, 1.0, 1.0, added_s=-2.0),)),
         lambda: Curve("sum", "2 on 2", ((2.0, 1.0), (1.0, 1.0))),
         lambda: Profile(Cluster(two, link, link), (Cell("k", "", ()), Cell("k", "", ()))),
-    ):  # fmt: skip
+    ):
         with pytest.raises(NounError):
             wrong()
     Cluster(two, link, link, (Change(0.0, "link 0", 0.5), Change(1.0, "core 1", 0.0)))
@@ -163,7 +163,7 @@ def test_nouns_that_contradict_themselves_are_not_made() -> None:
     {"tp": float("nan")}, {"tp": 0}, {"tp": True}, {"tp": "2"}, {"precision": "int4"},
     {"memory_bytes": 0}, {"memory_bytes": float("inf")}, {"zero": 4}, {"max_virtual": 0},
     {"pipes": 2}, {1: 2}, {"tp": object()}, {"tp": 2**80},
-])  # fmt: skip
+])
 def test_constraints_that_make_no_sense_are_refused(wrong: dict[Any, Any]) -> None:
     with pytest.raises(AutoparError):
         api.plan(*fuzz.made(), "8xH100", constraints=wrong)

@@ -65,7 +65,7 @@ class Job:
         if key not in _MODELS:
             module = _module(frozen)
             _MODELS[key] = module if not plan else ap.parallelize(
-                module, _batch(), plan=ap.Plan.uniform(**PLANS[plan]))  # fmt: skip
+                module, _batch(), plan=ap.Plan.uniform(**PLANS[plan]))
         self.model = _MODELS[key]
         self.module = self.model.module if plan else self.model
         self.module.load_state_dict(_module(frozen).state_dict())
@@ -105,7 +105,7 @@ def script_torch_clips_norms_of_any_order(job: Job) -> Any:
 
 def script_the_model_clips_as_torch_does(job: Job) -> Any:
     clip = (lambda *a, **k: nn.utils.clip_grad_norm_(job.params, *a, **k)) if (
-        not job.plan) else job.model.clip_grad_norm_  # fmt: skip
+        not job.plan) else job.model.clip_grad_norm_
     found = []
     for order in (1.0, 2.0, float("inf")):
         job.backward()
@@ -129,13 +129,13 @@ def script_norms_by_hand(job: Job) -> Any:
             *(g.min() for g in grads), torch.stack([g.pow(2).sum() for g in grads]).sum(),
             *(torch.linalg.norm(g) for g in grads), *(g.std() for g in grads if g.numel() > 1),
             *(g.isfinite().all() for g in grads), torch.cat([g.flatten() for g in grads]).norm(),
-            sum((g * p).sum() for g, p in zip(grads, job.params, strict=True))]  # fmt: skip
+            sum((g * p).sum() for g, p in zip(grads, job.params, strict=True))]
 
 
 def script_a_penalty_in_the_loss(job: Job) -> Any:
     loss = job.loss() + 1e-3 * sum((p**2).sum() for p in job.params)
     loss = loss + 1e-2 * sum(p.norm() for p in job.params) + 1e-3 * sum(
-        p.abs().mean() for p in job.params)  # fmt: skip
+        p.abs().mean() for p in job.params)
     weights = [p for p in job.params if p.ndim == 2]
     loss = loss + 1e-3 * sum((w.T @ w).trace() for w in weights)
     loss = loss + 1e-3 * sum(w[:2].exp().sum() for w in weights)
@@ -149,7 +149,7 @@ def script_shapes_and_counts(job: Job) -> Any:
             *(d for p in job.params for d in (*p.shape, *p.size(), p.ndim, len(p), p.stride(0))),
             *(d for p in job.params for d in p.grad.shape), *(p.nbytes for p in job.params),
             *(torch.numel(p) for p in job.params),
-            *(p.data.size(-1) for p in job.params)]  # fmt: skip
+            *(p.data.size(-1) for p in job.params)]
 
 
 def script_hooks_see_gradients(job: Job) -> Any:
@@ -288,7 +288,7 @@ def script_groups_and_schedules(job: Job) -> Any:
     decayed = [p for p in job.params if p.ndim >= 2]
     rest = [p for p in job.params if p.ndim < 2]
     opt = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
-                             {"params": rest, "weight_decay": 0.0}], lr=1e-3, eps=1e-3)  # fmt: skip
+                             {"params": rest, "weight_decay": 0.0}], lr=1e-3, eps=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 1e-2, total_steps=10)
     for _ in range(3):
         job.train(opt, 1)
@@ -300,7 +300,7 @@ def script_groups_and_schedules(job: Job) -> Any:
 def script_saved_by_one_and_loaded_by_all(job: Job) -> Any:
     found: list[Any] = []
     for make in (_adamw, lambda ps: torch.optim.Adafactor(ps, 1e-2, eps=(1e-4, 1e-3)),
-                 lambda ps: torch.optim.SGD(ps, 1e-2, momentum=0.9)):  # fmt: skip
+                 lambda ps: torch.optim.SGD(ps, 1e-2, momentum=0.9)):
         opt = make(job.params)
         job.train(opt)
         file = io.BytesIO()
@@ -373,7 +373,7 @@ SCRIPTS = sorted(name for name in globals() if name.startswith("script_"))
 def _values(found: Any) -> list[Tensor]:
     """As full plain tensors."""
     return [torch.as_tensor(x).detach().clone().double() if not isinstance(x, Tensor)
-            else x.detach().double().cpu() for x in found]  # fmt: skip
+            else x.detach().double().cpu() for x in found]
 
 
 def _differ(got: list[Tensor], want: list[Tensor]) -> str:
@@ -550,7 +550,7 @@ def check_overlaps() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, plan in UNEVEN.items():
         found |= {f"{name}: {what}": off for what, off in oracle.compare(
-            "nanogpt", plan, True).items() if off > 1e-5}  # fmt: skip
+            "nanogpt", plan, True).items() if off > 1e-5}
         found |= {f"{name}: {what}": off for what, off in _saved(plan).items() if off > 1e-5}
     pair = Plan((Replica((Stage((0,)), Stage((1,)))), Replica((Stage((2,)),))))
     found |= {k: v for k, v in oracle.compare("resnet", pair, False).items() if v > 1e-5}
@@ -610,7 +610,7 @@ def _boxes(rng: random.Random, shape: list[int]) -> list[Box]:
     if rng.random() < 0.5 or not half:
         return [(starts, sizes)]
     return [(starts, (half, *sizes[1:])),
-            ((starts[0] + half, *starts[1:]), (sizes[0] - half, *sizes[1:]))]  # fmt: skip
+            ((starts[0] + half, *starts[1:]), (sizes[0] - half, *sizes[1:]))]
 
 
 def _cells(box: Box) -> list[tuple[int, ...]]:

@@ -75,7 +75,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "why"), [
     ("stop", "its process is stopped (SIGSTOP)"), ("hold", "its Python does not run"),
-])  # fmt: skip
+])
 def test_a_rank_that_stands_still_is_named_after_the_limit(fault: str, why: str) -> None:
     with Job(2, {"fault": fault}, how="hand", limit_s=5) as job:
         job.until("CAUGHT", START_S)
@@ -106,7 +106,7 @@ def test_long_work_is_warned_of_and_a_call_of_one_rank_alone_is_named() -> None:
 def test_one_node_listens_to_itself_alone_and_ends_with_its_launcher(plan: str) -> None:
     """Children that are ended as soon as they are there (`with Pool()`) end no rank."""
     with Job(2, {"steps": 1000, "pause_s": 0.2, "fault": "fork"}, how="autopar",
-             launcher=["--plan", plan]) as job:  # fmt: skip
+             launcher=["--plan", plan]) as job:
         job.until("FORKED", START_S)
         time.sleep(1)
         listeners = job.listeners()
@@ -125,7 +125,7 @@ def test_one_node_listens_to_itself_alone_and_ends_with_its_launcher(plan: str) 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_autopar_run_leave_nothing(plan: str, signum: int) -> None:
     with Job(2, {"steps": 1000, "pause_s": 0.2, "fault": "mark"}, how="autopar",
-             launcher=["--plan", plan]) as job:  # fmt: skip
+             launcher=["--plan", plan]) as job:
         job.until("FAULT", START_S)
         os.kill(job.processes[0].pid, signum)
         assert job.wait(35) == [128 + signum], job.text()
@@ -147,7 +147,7 @@ def test_an_exception_of_one_rank_is_what_the_others_tell(plan: str) -> None:
 @pytest.mark.parametrize(("fault", "told"), [
     ("crash", "crashed outside of Python"), ("abort", "crashed outside of Python"),
     ("leave", "has come to the end of its script"),
-])  # fmt: skip
+])
 def test_a_crash_in_c_and_an_early_end_are_named(fault: str, told: str) -> None:
     with Job(2, {"fault": fault}) as job:
         assert job.wait(START_S) == [1]

@@ -18,7 +18,7 @@ MOST_LINES = 450
 NOUNS = {
     "model", "cluster", "profile", "plan", "timeline", "schedule", "proof", "guards", "errors",
     "files", "limits",
-}  # fmt: skip
+}
 SHARD = NOUNS | {"shard"}
 TRACE = SHARD | {"trace"}
 MEASURE = TRACE | {"measure"}

@@ -84,7 +84,7 @@ def measured() -> dict[str, dict[str, Any]]:
     real = sides["tp"].model.measure(steps=2, **sides["tp"].batch)
     own = real.parts(0)
     found["recorded"] = {"source": real.source, "ranks": real.ranks, "comm_s": own.comm_s,
-                         "idle_s": own.idle_s}  # fmt: skip
+                         "idle_s": own.idle_s}
     return found
 
 
@@ -118,7 +118,7 @@ def ranks() -> list[dict[str, dict[str, Any]]]:
 
 def test_peak_memory_is_predicted_within_a_tenth(ranks: list[dict[str, dict[str, Any]]]) -> None:
     errors = {(rank, name): found[name]["predicted_bytes"] / found[name]["measured_bytes"] - 1
-              for rank, found in enumerate(ranks) for name in PLANS}  # fmt: skip
+              for rank, found in enumerate(ranks) for name in PLANS}
     assert max(map(abs, errors.values())) < 0.10, errors
     assert statistics.median(map(abs, errors.values())) < 0.05, errors
 
@@ -172,7 +172,7 @@ def test_a_crowd_takes_as_long_as_the_engine_says_of_groups_that_share_cores(
     busy = Curve("sum", cluster.place(groups[0]), ((4.0, 1e-3),), core=core)
     needs = [Counter(cores[rank] for rank in ranks) for ranks in groups]
     together = run([Task("sum", 1.0, {str(c): min(1.0, n * core) for c, n in need.items()})
-                    for need in needs])  # fmt: skip
+                    for need in needs])
     assert crowd(mesh, Lookup(Profile(cluster, (), (busy,)))) == pytest.approx(together[0][1])
 
 
@@ -186,7 +186,7 @@ def test_what_ranks_on_one_core_compute_is_told_by_the_clock_of_their_thread() -
 
 def test_a_cell_that_was_measured_in_part_says_so() -> None:
     cells = [Cell("layer", AGAIN, (Piece(4, 1.0, 1.0),)),
-             Cell("layer", AGAIN, (Piece(2, 1.0, 1.0),), "derived")]  # fmt: skip
+             Cell("layer", AGAIN, (Piece(2, 1.0, 1.0),), "derived")]
     [cell] = merged(cells)
     assert [piece.rows for piece in cell.pieces] == [2, 4] and cell.source == "derived"
 
@@ -217,7 +217,7 @@ class Shaky:
 def test_noise_is_measured_away_or_named(
     sure_after: int, seconds: float, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     session = Shaky(sure_after)
     looks = []
     monkeypatch.setattr(survey, "session_on", lambda *_, look: looks.append(look) or session)
@@ -253,7 +253,7 @@ def test_at_a_look_recomputing_is_derived_until_a_plan_asks_for_it() -> None:
     cluster = cluster_of(parallel.world)
     needs, curves = needs_of([parallel.plan, again], traced.graph, cluster, call.num_rows)
     found = session_on(cluster, needs, curves, traced, call, tensors, {}, parallel.world,
-                       parallel.device, look=True)  # fmt: skip
+                       parallel.device, look=True)
     [kept] = found.chains
     found.round()
     cells = {(cell.kind, cell.sharding): cell for cell in found.profile().cells}
@@ -285,7 +285,7 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
     call, tensors = take_apart((), batch)
     traced = parallel.retrace(call, True, ("loss",))
     plans = [fit(ap.Plan.uniform(num_micro_batches=m, recompute=r), traced.graph)
-             for m in (1, 2, 4) for r in (False, True)]  # fmt: skip
+             for m in (1, 2, 4) for r in (False, True)]
     found = session(traced, plans, call, tensors, {}, parallel.world, parallel.device)
     cluster = cluster_of(parallel.world)
     found.focus(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))

@@ -41,7 +41,7 @@ class Found(Side):
     def row(self) -> dict[str, Any]:
         self.step()
         return {"plan": self.model.plan.describe(), "measured": self.peak_bytes(),
-                "predicted": self.model.found.memory_bytes}  # fmt: skip
+                "predicted": self.model.found.memory_bytes}
 
 
 def limited(cache: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_what_the_engine_finds_too_large_is_not_taken(
     known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: [
-        structs.replace(c, memory_bytes=1.25 * c.memory_bytes) for c in choices])  # fmt: skip
+        structs.replace(c, memory_bytes=1.25 * c.memory_bytes) for c in choices])
     free = choose.best(graph, known, num_rows, Constraints())
     limits = Constraints(memory_bytes=int(0.9 * free.memory_bytes))
     try:

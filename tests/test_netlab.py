@@ -167,7 +167,7 @@ def between(lab: Lab, sender: str, receiver: str) -> float:
         lab.popen(name, [sys.executable, "-c", code, receiver], stdout=subprocess.PIPE,
                   env=os.environ | {"RANK": str(rank), "PYTHONPATH": str(Path(__file__).parent)})
         for rank, name in enumerate((sender, receiver))
-    ]  # fmt: skip
+    ]
     rates = [rank.communicate(timeout=300)[0] for rank in ranks]
     return float(rates[0])
 

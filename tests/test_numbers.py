@@ -20,14 +20,14 @@ def run_table(models: list[str], plans: list[dict[str, Any]], pad: bool) -> list
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     return [[name, oracle.text(plan), *oracle.row(name, plan, pad)]
-            for name in models for plan in plans]  # fmt: skip
+            for name in models for plan in plans]
 
 
 def bad_rows(
     num_ranks: int, models: list[str], pad: bool, timeout_s: float = HANG_S
 ) -> list[list[Any]]:
     rows = run_ranks(num_ranks, "test_numbers:run_table", models, oracle.PLANS[num_ranks], pad,
-                     timeout_s=timeout_s)[0]  # fmt: skip
+                     timeout_s=timeout_s)[0]
     assert rows, "nothing ran"
     ran = [row for row in rows if "does not apply" not in row[2]]
     assert len(ran) >= len(rows) // 2

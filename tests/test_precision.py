@@ -127,7 +127,7 @@ class VAE(nn.Module):
 def _regression(rows: int, seed: int, pad: bool) -> zoo.Batch:
     gen = torch.Generator().manual_seed(seed)
     return {"x": torch.randn(rows, 12, generator=gen), "y": torch.randn(rows, 4, generator=gen),
-            "w": torch.rand(rows, generator=gen)}  # fmt: skip
+            "w": torch.rand(rows, generator=gen)}
 
 
 def _diffusion(rows: int, seed: int, pad: bool) -> zoo.Batch:
@@ -139,11 +139,11 @@ def _diffusion(rows: int, seed: int, pad: bool) -> zoo.Batch:
 def _autoencoder(rows: int, seed: int, pad: bool) -> zoo.Batch:
     gen = torch.Generator().manual_seed(seed)
     return {"image": torch.randn(rows, 3, 16, 16, generator=gen),
-            "noise": torch.randn(rows, 4, 4, 4, generator=gen)}  # fmt: skip
+            "noise": torch.randn(rows, 4, 4, 4, generator=gen)}
 
 
 zoo.OWN |= {"regression": (Regression, _regression), "dit": (DiT, _diffusion),
-            "vae": (VAE, _autoencoder)}  # fmt: skip
+            "vae": (VAE, _autoencoder)}
 
 
 # --- steps, and those of one process ------------------------------------------------------------
@@ -181,11 +181,11 @@ def _off(found: Steps, want: Steps) -> float:
     """The largest relative difference of a loss, or a tenth of that of a norm."""
     parts = zip((1.0, 0.1), found, want, strict=True)
     return max(scale * abs(a - b) / abs(b) for scale, x, y in parts
-               for a, b in zip(x, y, strict=True))  # fmt: skip
+               for a, b in zip(x, y, strict=True))
 
 
 def _check(name: str, plans: list[str], under: Any = contextlib.nullcontext,
-           precision: Any = "bfloat16") -> None:  # fmt: skip
+           precision: Any = "bfloat16") -> None:
     for text in plans:
         plan = ap.Plan.uniform(**PLANS[text], precision=precision)
         model = ap.parallelize(zoo.build(name), plan=plan)
@@ -230,7 +230,7 @@ def slow_claim_gradients_are_added_up_in_float32_unless_asked_otherwise() -> Non
         errors = []
         for kept in ("float32", "bfloat16"):
             plan = ap.Plan.uniform(**degrees, precision="bfloat16", grad_dtype=kept,
-                                   num_micro_batches=each)  # fmt: skip
+                                   num_micro_batches=each)
             found = _gradients(plan, [batch])
             off = sum((a - b).square().sum() for a, b in zip(found, want, strict=True))
             errors.append(math.sqrt(float(off / sum(x.square().sum() for x in want))))
@@ -269,7 +269,7 @@ zoo.OWN["regions"] = (Regions, _regression)
 
 def claim_autocast_may_change_between_calls_and_inside_forward() -> None:
     plain, model = zoo.build("regions"), ap.parallelize(
-        zoo.build("regions"), plan=ap.Plan.uniform(pp=2))  # fmt: skip
+        zoo.build("regions"), plan=ap.Plan.uniform(pp=2))
     batch, losses = zoo.batch("regions", 8), []
     for on in (True, False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
@@ -321,7 +321,7 @@ def claim_float16_is_scaled_by_grad_scaler_where_its_gradients_are_computed() ->
 def claim_weights_may_be_in_any_precision_themselves() -> None:
     for dtype, off in ((torch.bfloat16, 2e-2), (torch.float64, 1e-6), (torch.float16, 2e-3)):
         batch = {k: v.to(dtype) if v.is_floating_point() else v
-                 for k, v in zoo.batch("unet", 8).items()}  # fmt: skip
+                 for k, v in zoo.batch("unet", 8).items()}
         want = zoo.build("unet").to(dtype)(**batch).item()
         for text in ("pp2", "zero3"):
             model = zoo.build("unet").to(dtype)

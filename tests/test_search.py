@@ -116,7 +116,7 @@ def test_smallest_bottleneck_is_that_of_all_cuts(
         return max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut))
 
     fitting = [cut for cut in every_cut(len(seconds), stages)
-               if all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(cut)))]  # fmt: skip
+               if all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(cut)))]
     free = smallest_bottleneck(np.array(seconds), stages)
     assert free
     assert slowest(free) == pytest.approx(min(map(slowest, every_cut(len(seconds), stages))))
@@ -140,12 +140,12 @@ def pipeline(seed: int, stages: int) -> Pipeline:
     inner, message = draw.uniform(0.5, 1.5), draw.choice([0.0, 0.01, 0.4, 3.0])
     return Pipeline(tuple(base), tuple(2 * b for b in base), tuple(inner * b for b in base),
                     tuple(b * 0.9 for b in base), (message,) * stages,
-                    (message,) * stages)  # fmt: skip
+                    (message,) * stages)
 
 
 def work_of(pipe: Pipeline) -> dict[Op, tuple[float, ...]]:
     return {Op.F: pipe.forward, Op.B: pipe.backward, Op.I: pipe.input, Op.W: pipe.weight,
-            Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}  # type: ignore[dict-item]  # fmt: skip
+            Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}  # type: ignore[dict-item]
 
 
 def counted(name: str, positions: int, micro_batches: int) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def test_recomputing_keeps_less_whatever_a_split_backward_would_leave(schedule: 
 
 def test_what_was_pinned_is_kept() -> None:
     given = next(p for p in map(problem, range(100)) if p.profile.profile.cluster.num_devices == 8
-                 and solved(p) and len(p.graph.blocks) > 2)  # fmt: skip
+                 and solved(p) and len(p.graph.blocks) > 2)
     found = search(*given[:4], Constraints(pp=2, tp=2, memory_bytes=10**9)).best.plan
     assert len(found.replicas) == 2
     assert len(found.replicas[0].positions) == 2
@@ -271,7 +271,7 @@ def test_parts_of_time_sum_to_the_step_and_plans_read_back(seed: int) -> None:
     case = Case(given.graph, given.options, given.profile.profile, given.num_rows, given.limits)
     pricer, borders = case.pricer(found.best.plan)
     again = as_plan(pricer.candidate, borders, given.options, given.limits.precision,
-                    bucket_bytes=pricer.bucket)  # fmt: skip
+                    bucket_bytes=pricer.bucket)
     assert again == found.best.plan
     assert candidate_of(again, given.options) == (pricer.candidate, borders)
     assert sum(time_parts(pricer, borders).values()) == pytest.approx(found.best.step_s)

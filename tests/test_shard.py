@@ -61,13 +61,13 @@ def test_elimination_equals_brute_force(problem: tuple, num_kept: int) -> None:
     kept = list(sizes)[:num_kept]
     cost, best = minimum(eliminate(sizes, tables, kept))
     everything = [dict(zip(sizes, values, strict=True))
-                  for values in itertools.product(*(range(n) for n in sizes.values()))]  # fmt: skip
+                  for values in itertools.product(*(range(n) for n in sizes.values()))]
     assert cost == min(total(a, tables) for a in everything)
     assert total(best, tables) == cost
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4),
-       st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))  # fmt: skip
+       st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))
 def test_a_view_cuts_the_same_elements_on_both_sides(old: list[int], new: list[int]) -> None:
     count = int(np.prod(old))
     if count != int(np.prod(new)):
@@ -102,7 +102,7 @@ def test_moves_end_where_they_should_and_never_split_over_a_split_inside() -> No
 def llama() -> Traced:
     config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=11008, vocab_size=32000,
                                       num_hidden_layers=8, num_attention_heads=32,
-                                      num_key_value_heads=8)  # fmt: skip
+                                      num_key_value_heads=8)
     return _traced(transformers.LlamaForCausalLM, config)
 
 
@@ -133,7 +133,7 @@ def test_the_llama_block_is_split_by_columns_rows_and_sequence_unaided(llama: Tr
     found = _sharding(llama)
     assert [found.ops[f"linear{n}"] for n in ("", "_1", "_2", "_3", "_4", "_5", "_6")] == [
         "R,S0>S2", "R,S0>S2", "R,S0>S2", "S2,S1>P", "R,S0>S2", "R,S0>S2", "S2,S1>P",
-    ]  # fmt: skip
+    ]
     assert found.ops["scaled_dot_product_attention"].startswith("S1,S1,S1")
     assert (found.forms["x0"], found.forms["y0"]) == ("S1|S1", "S1|S1")
 
@@ -142,7 +142,7 @@ def test_the_gpt2_block_with_fused_qkv_is_split_the_same_way(gpt2: Traced) -> No
     found = _sharding(gpt2)
     assert [found.ops[f"addmm{n}"] for n in ("", "_1", "_2", "_3")] == [
         "S0/3,R,S1/3>S1/3", "R,S1,S0>P", "S0,R,S1>S1", "R,S1,S0>P",
-    ]  # fmt: skip
+    ]
     assert found.forms["x0"] == "S1|S1"
 
 
@@ -173,7 +173,7 @@ def test_two_axes_cost_no_more_than_the_best_of_one_of_them(llama: Traced) -> No
 
 def test_the_frontier_trades_time_for_memory(llama: Traced) -> None:
     found = frontier(llama.graph.blocks[1:-1], llama.programs, (2,), GPUS,
-                     [0.0, 1e-13, 1e-12, 1e-11, 1e-10])  # fmt: skip
+                     [0.0, 1e-13, 1e-12, 1e-11, 1e-10])
     seconds, sizes = [f[0] for f in found], [f[1] for f in found]
     assert seconds == sorted(seconds) and sizes == sorted(sizes, reverse=True)
 
@@ -211,7 +211,7 @@ class Scored(nn.Module):
 
 @pytest.mark.parametrize(("saturates", "outputs", "free"), [
     (False, (), True), (True, (), False), (False, ("scores",), False),
-])  # fmt: skip
+])
 def test_a_loss_writes_over_scores_only_where_nothing_else_needs_them(
     saturates: bool, outputs: tuple[str, ...], free: bool
 ) -> None:

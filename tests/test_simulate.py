@@ -199,9 +199,9 @@ def test_parameters_of_two_stages_are_summed_once_whatever_the_schedule(
     steps = []
     for count in (2, 4):
         plan = ap.Plan.uniform(pp=2, dp=2, zero=zero, schedule=schedule, num_micro_batches=count,
-                               **virtual)  # type: ignore[arg-type]  # fmt: skip
+                               **virtual)  # type: ignore[arg-type]
         steps.append(ap.simulate(plan, NanoGPT(64, 32, 2, 4, 16), batch, "1x4xA100-80",
-                                 global_batch_size=4 * count).step_s)  # fmt: skip
+                                 global_batch_size=4 * count).step_s)
     assert steps[0] < steps[1] < 3 * steps[0]
     assert steps[1] < 0.1, "so small a model is done in a blink: these are not seconds"
 
@@ -240,7 +240,7 @@ ALIKE: list[tuple[dict[str, Any], str]] = [
      "4x2xA100-80"),
     ({"pp": 2, "dp": 2, "num_micro_batches": 4, "virtual": 2, "schedule": "interleaved"},
      "2x2xA100-80"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("degrees", "cluster"), ALIKE)
@@ -311,7 +311,7 @@ def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() ->
 
 
 @pytest.mark.parametrize("jitter", [Jitter(rank=(0.6, 0.8, 1.0, 1.2, 1.4)),
-                                    Jitter(block=(0.1, 0.1, 0.1, 3.7))])  # fmt: skip
+                                    Jitter(block=(0.1, 0.1, 0.1, 3.7))])
 @pytest.mark.parametrize(("degrees", "waits"), [({"tp": 2}, False), ({"dp": 2}, True)])
 def test_what_varies_makes_those_wait_whose_waiting_was_not_measured(
     degrees: dict[str, int], waits: bool, jitter: Jitter
@@ -323,7 +323,7 @@ def test_what_varies_makes_those_wait_whose_waiting_was_not_measured(
     whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x2xA100-80")
     shaky = replace(profile, jitter=jitter)
     usual, varied = (simulate(whole, traced.graph, p, 16, draws=15).step_s
-                     for p in (profile, shaky))  # fmt: skip
+                     for p in (profile, shaky))
     assert (varied > 1.02 * usual) == waits
 
 

@@ -74,7 +74,7 @@ class ThreadRing:
 
         def land() -> list[Tensor]:
             came = [self.mail[(self.r, self.c), self._at(shift, 1), k].get(timeout=20)
-                    for k, shift in enumerate(shifts)]  # fmt: skip
+                    for k, shift in enumerate(shifts)]
             self.held.append(came)
             return came
 
@@ -119,7 +119,7 @@ def block(x: np.ndarray, n: int, i: int, j: int) -> Tensor:
 def test_blocks_in_rings_give_the_dense_results_at_their_places(n: int, turned: bool) -> None:
     rng = np.random.default_rng(n)
     x, w, dy = (rng.standard_normal(size) for size in ((2 * n, 3 * n), (3 * n, 5 * n),
-                                                        (2 * n, 5 * n)))  # fmt: skip
+                                                        (2 * n, 5 * n)))
 
     def run(ring: ThreadRing) -> tuple[Any, ...]:
         r, c = ring.r, ring.c
@@ -159,7 +159,7 @@ def labelled(n: int) -> dict[str, Phase]:
             result = run()
             found[name] = (ring.steps(), result[1] if name != "G" else None)
         return {name: [tuple(divmod(int(b), n)[k] for b in step for k in (0, 1)) for step in steps]
-                for name, (steps, _) in found.items()}  # fmt: skip
+                for name, (steps, _) in found.items()}
 
     devices = on_square(n, phases)
     return {name: {place: held[name] for place, held in devices.items()} for name in "FBG"}
@@ -212,9 +212,9 @@ COLUMN = Square(None, Split(0), "o")
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4),
-       st.sampled_from("oiw"), st.booleans())  # fmt: skip
+       st.sampled_from("oiw"), st.booleans())
 def test_squares_read_back_from_their_text(a: int, x: int, b: int, y: int, skew: str,
-                                           column: bool) -> None:  # fmt: skip
+                                           column: bool) -> None:
     layout = Square(None if column else Split(a, x), Split(b, y), skew)
     assert parse_layout(layout_text(layout)) == layout
 
@@ -305,7 +305,7 @@ def solved_and_tried(mesh: tuple[int, ...], prices: Prices) -> tuple[solve.KindT
 @st.composite
 def priced(draw: st.DrawFn) -> Prices:
     links = [Link(draw(st.sampled_from([0.0, 1e-5])), draw(st.sampled_from([1e7, 1e10])))
-             for _ in range(2)]  # fmt: skip
+             for _ in range(2)]
     device = draw(st.sampled_from([CPU_CORE, SLOW]))
     worth = draw(st.sampled_from([0.0, 1e-10, 1e-7]))
     rows, hides = draw(st.sampled_from([1, 100_000])), draw(st.sampled_from([0.0, 1.0]))
@@ -345,7 +345,7 @@ def test_a_block_in_rings_is_estimated_with_what_it_waits_for() -> None:
     table = solve.tabulate(traced.programs[block.kind], (4,), Prices(), spatial="always")
     sharding = solve.read_out(table, block.kind, dict.fromkeys(table.borders, 0))
     slow, fast = (estimate(traced.programs[block.kind], sharding, Prices(links=(link,)))
-                  for link in (Link(1.0, 1e9), Link(0.0, 1e9)))  # fmt: skip
+                  for link in (Link(1.0, 1e9), Link(0.0, 1e9)))
     assert slow.comm_forward_s - fast.comm_forward_s == pytest.approx(1 + 1)  # and to gather y
     assert slow.comm_backward_s - fast.comm_backward_s == pytest.approx(3)
 
@@ -355,7 +355,7 @@ def _traced(name: str) -> Any:
 
 
 def ring_plan(name: str, degrees: dict[str, Any], pins: shardings.Pins | None = None,
-              rows: int = MANY_ROWS) -> Plan:  # fmt: skip
+              rows: int = MANY_ROWS) -> Plan:
     """A plan whose linears all run in rings, through its file."""
     traced = _traced(name)
     plan = fit(Plan.uniform(**degrees), traced.graph)
@@ -376,7 +376,7 @@ def test_rings_are_chosen_where_they_are_cheapest_and_never_where_forbidden() ->
         traced = trace(Tiny(width=4096), take_apart((), example)[0])
     plan = fit(Plan.uniform(tp=4), traced.graph)
     found = {how: shardings.complete(plan, traced, 1, None, Prices(), how)
-             for how in ("free", "never", "always")}  # fmt: skip
+             for how in ("free", "never", "always")}
     assert rings(found["free"]) and not rings(found["never"])
     cost = {how: sum(s.cost_s for s in plan.shardings) for how, plan in found.items()}
     assert cost["free"] < cost["never"] and cost["free"] <= cost["always"]
@@ -544,7 +544,7 @@ def test_gpt2_and_llama_match_one_process_on_4_ranks() -> None:
 
 
 OTHERS = ["qwen3", "mistral", "gemma", "opt", "bloom", "neox", "phi", "bert", "t5", "mixtral",
-          "nanogpt", "encoder"]  # fmt: skip
+          "nanogpt", "encoder"]
 
 
 @pytest.mark.slow
@@ -560,7 +560,7 @@ def test_every_transformer_matches_one_process_on_4_ranks() -> None:
     {"tp": 4, "dp": 2, "zero": 3, "num_micro_batches": 2},
     {"tp": 8, "tp_mesh": (2, 4)},
     {"tp": 8, "tp_mesh": (4, 2)},
-], ids=oracle.text)  # fmt: skip
+], ids=oracle.text)
 def test_rings_go_with_everything_else_on_8_ranks(degrees: dict[str, Any]) -> None:
     check_numbers(8, ["gpt2", "llama"], degrees)
 

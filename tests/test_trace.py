@@ -26,7 +26,7 @@ def traced(model: nn.Module, **batch: Tensor) -> Traced:
 
 FEW = ("gpt2", "nanogpt", "resnet")
 ZOO = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.MODELS
-               if name not in FEW)]  # fmt: skip
+               if name not in FEW)]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "nanogpt", "encoder"])
@@ -53,7 +53,7 @@ def test_every_trainable_parameter_is_in_the_chain(name: str) -> None:
 
 def _llama(layers: int) -> nn.Module:
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, vocab_size=96,
-                                      num_hidden_layers=layers, num_attention_heads=4)  # fmt: skip
+                                      num_hidden_layers=layers, num_attention_heads=4)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -93,7 +93,7 @@ def test_sizes_follow_the_rows() -> None:
 
 def _shown(graph: fx.Graph) -> list[str]:
     return [f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {n.meta['info']}" if n.op != "output"
-            else str(n.args) for n in graph.nodes]  # fmt: skip
+            else str(n.args) for n in graph.nodes]
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -102,9 +102,9 @@ def test_who_reads_a_trace_has_what_the_tracing_rank_found(name: str) -> None:
     read = sent.unpack(sent.pack(found))
     assert isinstance(read, Traced)
     assert (read.graph, read.sources, read.outputs, read.rowless) == (
-        found.graph, found.sources, found.outputs, found.rowless)  # fmt: skip
+        found.graph, found.sources, found.outputs, found.rowless)
     assert {kind: _shown(own) for kind, own in read.programs.items()} == {
-        kind: _shown(own) for kind, own in found.programs.items()}  # fmt: skip
+        kind: _shown(own) for kind, own in found.programs.items()}
     assert _shown(read.prologue) == _shown(found.prologue)
 
 

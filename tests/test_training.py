@@ -96,7 +96,7 @@ def claim_messages_may_go_each_way_in_a_group_of_its_own() -> None:
     for schedule in ("1f1b", "interleaved", "zero_bubble"):
         virtual = 2 if schedule == "interleaved" else 1
         model = _model("gpt2", {"pp": 2, "num_micro_batches": 4, "schedule": schedule,
-                                "virtual": virtual})  # fmt: skip
+                                "virtual": virtual})
         model.world.open_lanes()
         loss = model(**batch)
         loss.backward()
@@ -165,7 +165,7 @@ class _TwoMeans(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.body(x)
         return {"loss": y.square().sum() / (8 * y.shape[0]), "aux": y.abs().mean(),
-                "half": 0.5 * self.mean(y), "rate": y.sum() * (1 / y.shape[0])}  # fmt: skip
+                "half": 0.5 * self.mean(y), "rate": y.sum() * (1 / y.shape[0])}
 
 
 def claim_other_means_are_those_of_the_whole_batch_too() -> None:
@@ -176,7 +176,7 @@ def claim_other_means_are_those_of_the_whole_batch_too() -> None:
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     for degrees in ({"pp": 2, "num_micro_batches": 3}, TP2, {"dp": 2, "num_micro_batches": 3}):
         model = ap.parallelize(_TwoMeans(), plan=ap.Plan.uniform(**degrees),
-                               outputs=("aux", "half", "rate"))  # fmt: skip
+                               outputs=("aux", "half", "rate"))
         got = model(x=x)
         got.loss.backward()
         for name, value in want.items():
@@ -330,7 +330,7 @@ def claim_a_checkpoint_of_one_plan_continues_under_any_other() -> None:
     for index in range(len(plans)):
         for degrees in plans:
             model = ap.parallelize(zoo.build("gpt2", seed=9), batches[0],
-                                   plan=ap.Plan.uniform(**degrees))  # fmt: skip
+                                   plan=ap.Plan.uniform(**degrees))
             opt = oracle.optimizer(model.parameters())
             model.load(folder / str(index), opt)
             got = _steps(model, opt, batches[2:])
@@ -487,6 +487,6 @@ steps(10)
 print(unkept, steps(5))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          check=True, timeout=300)  # fmt: skip
+                          check=True, timeout=300)
     unkept, kept = map(int, done.stdout.split())
     assert kept < unkept / 2

@@ -21,7 +21,7 @@ import trust_lab  # noqa: E402
 READY = (
     "gradient_accumulation", "two_forwards_one_backward", "inference_mode", "scheduler",
     "state_dict_in_and_out",
-)  # fmt: skip
+)
 PLANS = "tp2,pp2,dp2,zero3"
 
 
@@ -60,7 +60,7 @@ def test_wrong_numbers_are_seen() -> None:
     seen = {
         "right": [good, good], "silent": [good, off], "refused": [bare, ours], "hang": [good, None],
         "abort": [ours, {"died": True}], "raw": [ours, raw], "bare": [bare, bare],
-    }  # fmt: skip
+    }
     for status, found in seen.items():
         assert trust.judge(case, found, want)[0] == status
     assert trust.judge(case, [good, lacks], want)[0] == "silent"

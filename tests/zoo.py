@@ -34,7 +34,7 @@ class NanoGPT(nn.Module):
     """A nanoGPT-like language model with tied embeddings, returning (logits, loss)."""
 
     def __init__(self, vocab: int = VOCAB, width: int = 32, heads: int = 4, layers: int = 4,
-                 seq: int = SEQ) -> None:  # fmt: skip
+                 seq: int = SEQ) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(vocab, width), nn.Embedding(seq, width)
         self.blocks = nn.ModuleList([NanoBlock(width, heads) for _ in range(layers)])
@@ -47,7 +47,7 @@ class NanoGPT(nn.Module):
             x = block(x)
         logits = self.head(self.ln_f(x))
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1),
-                               ignore_index=-1)  # fmt: skip
+                               ignore_index=-1)
         return logits, loss
 
 
@@ -75,7 +75,7 @@ class ResBlock(nn.Module):
         self.down = None
         if stride != 1 or cin != cout:
             self.down = nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False),
-                                      nn.BatchNorm2d(cout))  # fmt: skip
+                                      nn.BatchNorm2d(cout))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -164,7 +164,7 @@ def _nano(rows: int, seed: int, pad: bool) -> Batch:
 def _classes(rows: int, seed: int, pad: bool) -> Batch:
     gen = torch.Generator().manual_seed(seed)
     return {"ids": torch.randint(0, VOCAB, (rows, SEQ), generator=gen),
-            "label": torch.randint(0, 8, (rows,), generator=gen)}  # fmt: skip
+            "label": torch.randint(0, 8, (rows,), generator=gen)}
 
 
 def _images(key: str, label: str) -> Callable[[int, int, bool], Batch]:
@@ -200,7 +200,7 @@ def _hf(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 _LLAMA = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "pad_token_id": 0,
-          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+          "bos_token_id": 1, "eos_token_id": 2}
 _NO_DROP = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, bool], Batch]]] = {
@@ -233,7 +233,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, bool], Batc
     "resnet": (ResNet, _images("image", "label")),
     "unet": (UNet, _images("image", "target")),
     "mlp": (BranchMLP, _mlp_batch),
-}  # fmt: skip
+}
 OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, bool], Batch]]] = {}
 """Models of one test file; no table that runs the whole zoo sees them."""
 

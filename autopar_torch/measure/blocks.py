@@ -100,7 +100,7 @@ class Blocks:
 
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
                  context: dict[str, Any], device: torch.device,
-                 shares_core: bool = False) -> None:  # fmt: skip
+                 shares_core: bool = False) -> None:
         self.active = axes is not None
         self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
@@ -118,7 +118,7 @@ class Blocks:
             block = next(b for b in traced.graph.blocks if b.kind == need.kind)
             count = min(COPIES, sum(b.kind == need.kind for b in traced.graph.blocks))
             made = [_runner(need, block, traced, axes, context, device, self.by_core)
-                    for _ in range(count)]  # fmt: skip
+                    for _ in range(count)]
             self.first.append(made[0])
             self.runners += made
 
@@ -190,7 +190,7 @@ class Blocks:
                 need.rows, forward[0], backward[0], early[0], late[0],
                 forward[1], backward[1], **self.pieces.get(need, {}),
                 added_s=added[0] - backward[0] if added[0] else 0.0,
-            )  # fmt: skip
+            )
         return found
 
     @property
@@ -215,11 +215,11 @@ class Blocks:
             f"{need.kind} ({need.key or 'whole'}) at {need.rows} rows":
                 max(uncertainty([s.wall_s for s in self._samples(need, phase)]) for phase in PHASES)
             for need in {r.need: None for r in self.runners}
-        }  # fmt: skip
+        }
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
-            context: dict[str, Any], device: torch.device, by_core: bool) -> Runner:  # fmt: skip
+            context: dict[str, Any], device: torch.device, by_core: bool) -> Runner:
     graph = traced.programs[need.kind]
     module = lower(graph, need.sharding, axes, rows=need.rows, device=device)
     args = []
@@ -235,7 +235,7 @@ def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
 
 
 def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
-            device: torch.device) -> Tensor:  # fmt: skip
+            device: torch.device) -> Tensor:
     """A parameter or an input, this rank's part of it."""
     shape = list(info.at(need.rows))
     if need.sharding is not None and slot in need.sharding.forms:

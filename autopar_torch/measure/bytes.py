@@ -74,7 +74,7 @@ class TensorBytes:
         if kind is None:
             sure = [(one.begin, one.end, one.size) for one in recorded(self.prof) if one.end]
             changes = sorted([(begin, size) for begin, _, size in sure]
-                             + [(end, -size) for _, end, size in sure])  # fmt: skip
+                             + [(end, -size) for _, end, size in sure])
             self.times = [when for when, _ in changes]
             self.alive = list(itertools.accumulate(size for _, size in changes))
 

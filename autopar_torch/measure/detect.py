@@ -44,14 +44,14 @@ def _cpu() -> Device:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = platform.processor() or platform.machine() or "CPU"
     return Device(_model_name() or name, CPU_CORE.flops_per_s, CPU_CORE.memory_bytes_per_s, total,
-                  "detected")  # fmt: skip
+                  "detected")
 
 
 def _model_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines
-                 if line.startswith("model name")), "")  # fmt: skip
+                 if line.startswith("model name")), "")
 
 
 def _gpu() -> Device:
@@ -79,4 +79,4 @@ def _part(device: Device, num_ranks: int) -> Device:
     if torch.cuda.is_available():
         return device
     return Device(device.name, device.flops_per_s, device.memory_bytes_per_s,
-                  device.memory_bytes // num_ranks, device.source)  # fmt: skip
+                  device.memory_bytes // num_ranks, device.source)

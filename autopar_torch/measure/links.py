@@ -47,7 +47,7 @@ class Line:
 
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
                  device: torch.device, uneven: bool, sharing: int = 1,
-                 alone: bool = True, crowded: bool = False) -> None:  # fmt: skip
+                 alone: bool = True, crowded: bool = False) -> None:
         """`sharing`: so many of the ranks are on this one's core. `alone`: no two on any.
         `crowded`: others compute on its cores while it is probed."""
         self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
@@ -156,7 +156,7 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
 
 
 def _to_and_fro(sent: Tensor, axis: Axis, first: int,
-                other: Callable[[], None]) -> tuple[float, float]:  # fmt: skip
+                other: Callable[[], None]) -> tuple[float, float]:
     """A message there and one of the same size back: the seconds of one way, as `first` sees them,
     and those in which it hands its message over or asks for the other's.
 
@@ -190,7 +190,7 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
 def computing(device: torch.device) -> Callable[[], None]:
     """Forward and backward of some layers."""
     layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
-              nn.LayerNorm(WIDTH)]  # fmt: skip
+              nn.LayerNorm(WIDTH)]
     block, x = nn.Sequential(*layers * DEPTH).to(device), torch.ones(128, WIDTH, device=device)
     return lambda: block(x).sum().backward()
 
@@ -234,7 +234,7 @@ class Lines:
     """All communication that some plans need, one group of each kind."""
 
     def __init__(self, needs: Sequence[CurveNeed], cluster: Cluster, places: Places,
-                 device: torch.device, late: Collection[str] = LATE) -> None:  # fmt: skip
+                 device: torch.device, late: Collection[str] = LATE) -> None:
         groups: dict[tuple[str, str], tuple[tuple[int, ...], set[float]]] = {}
         for need in sorted(needs, key=lambda n: (n.op, n.ranks)):
             ranks = tuple(sorted(need.ranks))
@@ -246,7 +246,7 @@ class Lines:
         self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late,
                                 self._on_this_core(ranks), cluster.most_on_a_core(ranks) == 1,
                                 self._crowded(key[0], ranks))
-                      for key, (ranks, sizes) in sorted(groups.items())}  # fmt: skip
+                      for key, (ranks, sizes) in sorted(groups.items())}
 
     def focus(self, needs: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need."""
@@ -297,12 +297,12 @@ class Lines:
     def result(self) -> tuple[Curve, ...]:
         """The same on all ranks, which must all call this."""
         everyone = self.places.gather({key: Seen(line.samples, line.rests, line.probes, line.held)
-                                       for key, line in self.lines.items()})  # fmt: skip
+                                       for key, line in self.lines.items()})
         return tuple(_curve(key, line, [everyone[rank][key] for rank in line.ranks])
-                     for key, line in self.lines.items())  # fmt: skip
+                     for key, line in self.lines.items())
 
     def errors(self) -> dict[str, float]:
         """How uncertain the time of every message is in which this rank takes part."""
         return {f"{op} of {size:.0f} bytes among {group} cores": uncertainty(line.own(size))
                 for (op, group), line in self.lines.items() if line.axis
-                for size in line.wanted}  # fmt: skip
+                for size in line.wanted}

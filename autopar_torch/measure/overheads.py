@@ -30,7 +30,7 @@ class Extras:
 
     def __init__(self, device: torch.device, places: Places, ranks_per_core: int,
                  sizes: Sequence[int], batch: Callable[[], object],
-                 context: Callable[[], object]) -> None:  # fmt: skip
+                 context: Callable[[], object]) -> None:
         self.sizes = _capped(sizes)
         self.works: dict[str, Callable[[], object]] = {
             "update": _update(self.sizes, device),

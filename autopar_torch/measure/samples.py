@@ -92,7 +92,7 @@ def variation(own: Columns) -> Variation:
     least = sum(typical) / len(typical) / 4  # smaller ones are mostly clock
     single = [samples[k].compute_s / max(m * rounds[k] / max(usual, 1e-9), 1e-9)
               for samples, m in zip(own, typical, strict=True) if m > least
-              for k in range(len(rounds))]  # fmt: skip
+              for k in range(len(rounds))]
     middle = mean(single) if single else 1.0
     return Variation(rounds, [x / middle for x in single])
 

@@ -42,7 +42,7 @@ class Session:
     def __init__(self, traced: Traced, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
                  batch: Callable[[], object], device: torch.device,
-                 look: bool = False) -> None:  # fmt: skip
+                 look: bool = False) -> None:
         self.cluster, self.places = cluster, places
         self.traced, self.axes, self.context, self.device = traced, axes, context, device
         self.asked = _chains(cells, traced)
@@ -50,7 +50,7 @@ class Session:
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
         self.extras = Extras(device, places, cluster.ranks_per_core, _trained_sizes(traced), batch,
-                             lambda: context(rows))  # fmt: skip
+                             lambda: context(rows))
         self.chains: dict[Chain, Blocks] = {}
         self.rounds = 0
         self._take_up(chain for chain in self.asked if not (look and self._derivable(chain)))
@@ -76,7 +76,7 @@ class Session:
             chain: Blocks(self.asked[chain], self.traced, self.axes(chain.mesh),
                           self.context(chain.rows), self.device, self.cluster.ranks_per_core > 1)
             for chain in chains if chain not in self.chains
-        }  # fmt: skip
+        }
         if not made:
             return
         with TensorBytes() as count:
@@ -122,7 +122,7 @@ class Session:
         """All that was seen so far, the same on every rank."""
         if not self.rounds or not all(chain.num_rounds for chain in self.chains.values()):
             raise ProfileError("nothing was measured of some blocks", where="Session.round",
-                               fix="call round() at least once after focus()")  # fmt: skip
+                               fix="call round() at least once after focus()")
         found: dict[CellNeed, Piece] = {}
         curves = self.lines.result()
         known = Lookup(Profile(self.cluster, (), curves))
@@ -135,7 +135,7 @@ class Session:
         own = replace(self.extras.result(), action_s=self._switch_s())
         overheads = Overheads(*self._mean(_values(own), True))
         return Profile(self.cluster, merged(cells), curves, overheads,
-                       self._jitter(), self.noise())  # fmt: skip
+                       self._jitter(), self.noise())
 
     def _cell(self, need: CellNeed, found: dict[CellNeed, Piece]) -> Cell:
         if _chain(need) in self.chains:

@@ -66,7 +66,7 @@ def paced_medians(several: Sequence[Sequence[float]]) -> list[float]:
     most = max(len(samples) for samples in several)
     paces = [mean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
     return [median([x / pace for x, pace in zip(samples, paces, strict=False)]) * median(paces)
-            for samples in several]  # fmt: skip
+            for samples in several]
 
 
 def _lower(values: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ def export(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> N
     """Several timelines side by side, like {"predicted": ..., "measured": ...}."""
     step = max([_STEP, *(1 + max(t.ranks, default=0) for t in timelines.values())])
     events = [event for place, (label, timeline) in enumerate(timelines.items())
-              for event in _events(label, timeline, place * step)]  # fmt: skip
+              for event in _events(label, timeline, place * step)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     Path(path).write_text(text, encoding="utf-8")
 
@@ -32,11 +32,11 @@ def _events(label: str, timeline: Timeline, base: int) -> Iterator[Event]:
     for span in (span for rank in timeline.ranks for span in timeline.of(rank)):
         yield {"ph": "X", "name": span.name, "pid": base + span.rank,
                "tid": _THREADS.get(span.stream, 2), "ts": span.start_s * 1e6,
-               "dur": (span.end_s - span.start_s) * 1e6}  # fmt: skip
+               "dur": (span.end_s - span.start_s) * 1e6}
     yield from _arrows(timeline, base)
     for rank, memory in enumerate(timeline.memory):
         yield {"ph": "C", "name": "peak memory, MiB", "pid": base + rank, "ts": 0,
-               "args": _parts(memory)}  # fmt: skip
+               "args": _parts(memory)}
 
 
 def _arrows(timeline: Timeline, base: int) -> Iterator[Event]:
@@ -49,10 +49,10 @@ def _arrows(timeline: Timeline, base: int) -> Iterator[Event]:
     for number, spans in enumerate(pairs.values()):
         if len(spans) == 2:
             for phase, span, at in (("s", spans[0], spans[0].start_s),
-                                    ("f", spans[1], spans[1].end_s)):  # fmt: skip
+                                    ("f", spans[1], spans[1].end_s)):
                 yield {"ph": phase, "bp": "e", "cat": "message", "name": span.name,
                        "id": base + number, "pid": base + span.rank, "tid": _THREADS[COMM],
-                       "ts": at * 1e6}  # fmt: skip
+                       "ts": at * 1e6}
 
 
 def _parts(memory: Memory) -> dict[str, float]:

@@ -53,9 +53,9 @@ def differences(world: World, own: Facts) -> list[str]:
     """A line for each fact that is not the same on all ranks; all ranks must call this."""
     everyone = [files.decode(data, dict[str, str]) for data in world.exchange(files.encode(own))]
     columns = {name: [facts.get(name, "none") for facts in everyone]
-               for facts in everyone for name in facts}  # fmt: skip
+               for facts in everyone for name in facts}
     lines = [f"{name}: {_by_rank(values)}" for name, values in columns.items()
-             if len(set(values)) > 1]  # fmt: skip
+             if len(set(values)) > 1]
     return lines[:_MOST_LINES] + ["..."] * (len(lines) > _MOST_LINES)
 
 
@@ -102,7 +102,7 @@ def weighed(flat: Tensor) -> int:
 
 
 def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
-                **asked: object) -> None:  # fmt: skip
+                **asked: object) -> None:
     """All ranks run the same code on the same model and were asked for the same."""
     if world.size == 1:
         return
@@ -117,19 +117,19 @@ def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
         where="parallelize",
         fix="start one script with one environment and one version of everything on all ranks, and "
         "build the model alike on each of them",
-    )  # fmt: skip
+    )
 
 
 def _code() -> dict[str, str]:
     """Versions, and the sources of this package whatever their version."""
     sources = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
     return {"sources of autopar_torch": f"{digest(*(path.read_bytes() for path in sources)):x}",
-            "torch": str(torch.__version__), "Python": platform.python_version()}  # fmt: skip
+            "torch": str(torch.__version__), "Python": platform.python_version()}
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items())
-            if name.startswith("AUTOPAR_") and name not in _OWN}  # fmt: skip
+            if name.startswith("AUTOPAR_") and name not in _OWN}
 
 
 def _plan_text(plan: Any) -> str:

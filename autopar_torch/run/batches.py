@@ -17,12 +17,12 @@ from .world import World
 
 FIRST, EVERY = 10, 100  # calls whose values are compared: each of the first, then sparsely
 WHY = ("a DistributedSampler, a loader that accelerate or a Trainer has cut, a seed per rank, or a "
-       "shuffle without a seed that all share")  # fmt: skip
+       "shuffle without a seed that all share")
 FIX = ("give every rank the global batch, in one order: each takes its rows of it by itself; "
-       'guards={"batches": False} turns this off')  # fmt: skip
+       'guards={"batches": False} turns this off')
 MODES = ("training", "gradients", "state of the module")
 FIX_MODE = ("call model.train(), model.eval(), torch.no_grad() and whatever changes the module on "
-            "all ranks alike")  # fmt: skip
+            "all ranks alike")
 Settle = Callable[[], None]
 
 
@@ -34,7 +34,7 @@ class SameBatch:
         self.num_calls = 0
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool,
-             fingerprint: int = 0) -> tuple[Call, list[Tensor], Settle]:  # fmt: skip
+             fingerprint: int = 0) -> tuple[Call, list[Tensor], Settle]:
         """The call taken apart, and what to ask before anything else is communicated: whether the
         other ranks were called alike. It raises on all ranks where they were not.
 
@@ -54,10 +54,10 @@ class SameBatch:
             facts = {"rows": str(call.num_rows), "arguments": ", ".join(named),
                      "structure": str(call.spec), **dict(map(_fact, named.items())),
                      "training": str(training), "gradients": str(torch.is_grad_enabled()),
-                     "state of the module": f"{fingerprint:x}"}  # fmt: skip
+                     "state of the module": f"{fingerprint:x}"}
             if self.num_calls <= FIRST or self.num_calls % EVERY == 0:
                 values = {f"values of {name}": f"checksum {_checksum(value):x}"
-                          for name, value in tensors_by_name.items()}  # fmt: skip
+                          for name, value in tensors_by_name.items()}
         return call, tensors, self._asked(facts, values)
 
     def _asked(self, facts: Facts, values: Facts) -> Settle:
@@ -77,7 +77,7 @@ class SameBatch:
             "the ranks were not called alike:\n    " + "\n    ".join(lines)
             + ("" if modes else f"\n  usually: {WHY}"),
             where=f"call {self.num_calls} of the model", fix=FIX_MODE if modes else FIX,
-        )  # fmt: skip
+        )
 
 
 def _checksum(tensor: Tensor) -> int:

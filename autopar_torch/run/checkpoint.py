@@ -59,7 +59,7 @@ def _named(verb: str, where: Path, fix: str) -> Iterator[None]:
         yield
     except AutoparError as error:
         raise CheckpointError(f"cannot {verb}: {error.what}", where=error.where or str(where),
-                              fix=error.fix or fix) from error  # fmt: skip
+                              fix=error.fix or fix) from error
 
 
 # --- which rank has what --------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _of_model(model: ParallelModel, saving: bool) -> Iterator[Cut]:
 
 
 def save(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = None,
-         step: int | None = None, keep: int | None = None) -> None:  # fmt: skip
+         step: int | None = None, keep: int | None = None) -> None:
     """Every rank writes what it speaks for; rank 0 commits when all is on the disk."""
     world, root = model.store.world, Path(folder)
     target = steps.target(root, step, keep)
@@ -134,15 +134,15 @@ def _write(model: ParallelModel, optimizer: Optimizer | None, path: Path) -> Wri
                 name, first = f"optim.{held.name}.{key}", model.store.holdings[held.name][0].rank
                 cuts.append(_part(model, held, name, _own(value), True)
                             if isinstance(value, Sharded) else
-                            _whole(name, value, first == model.world.rank))  # fmt: skip
+                            _whole(name, value, first == model.world.rank))
     for cut in sorted(cuts, key=lambda cut: (-cut.local.itemsize, cut.name)):  # at whole words
         pieces = [(Piece(model.world.rank, *box), view) for box, view in cut.pieces]
         tensors[cut.name] = Stored(dtype_name(cut.local, cut.name), cut.shape,
-                                   tuple(piece for piece, _ in pieces))  # fmt: skip
+                                   tuple(piece for piece, _ in pieces))
         found |= {stored.key(cut.name, (p.offsets, p.sizes), cut.shape): v for p, v in pieces}
     if len(found) < sum(len(cut.pieces) for cut in cuts):
         raise CheckpointError("two parts of it would have one name", where=str(path),
-                              fix="leave @ out of names of parameters")  # fmt: skip
+                              fix="leave @ out of names of parameters")
     file = StoredFile(path.name, *write(path, found))
     return Written(file, tensors, {held.name: _said(held, values) for held, values in state})
 
@@ -157,11 +157,11 @@ def _state(model: ParallelModel, optimizer: Optimizer | None) -> list[tuple[Held
 def _said(held: Held, values: dict[str, Any]) -> dict[str, Any]:
     where = f"the optimizer's state of {held.name}"
     return {key: TENSOR if isinstance(value, Tensor) else plainly.plain(value, f"{where}: {key}")
-            for key, value in values.items()}  # fmt: skip
+            for key, value in values.items()}
 
 
 def _manifest(model: ParallelModel, optimizer: Optimizer | None, generation: str,
-              step: int | None, written: list[Written]) -> Manifest:  # fmt: skip
+              step: int | None, written: list[Written]) -> Manifest:
     """What all ranks wrote, as one."""
     tensors: dict[str, Stored] = {}
     state: State = {}
@@ -172,13 +172,13 @@ def _manifest(model: ParallelModel, optimizer: Optimizer | None, generation: str
         state |= {name: {**values, **state.get(name, {})} for name, values in own.state.items()}
     return Manifest(stored.FORM, generation, type(model.module).__name__, step,
                     tuple(own.file for own in written), tensors,
-                    None if optimizer is None else _settings(model, optimizer, state))  # fmt: skip
+                    None if optimizer is None else _settings(model, optimizer, state))
 
 
 def _settings(model: ParallelModel, optimizer: Optimizer, state: State) -> OptimizerState:
     groups = tuple({k: plainly.plain(v, f"group {i} of the optimizer: {k}")
                     for k, v in group.items() if k != "params"}
-                   for i, group in enumerate(optimizer.param_groups))  # fmt: skip
+                   for i, group in enumerate(optimizer.param_groups))
     return OptimizerState(type(optimizer).__name__, groups, _members(model, optimizer), state)
 
 
@@ -186,7 +186,7 @@ def _members(model: ParallelModel, optimizer: Optimizer) -> tuple[tuple[str, ...
     names = {id(tensor): name for name, tensor in model.store.tensors.items()}
     if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
         raise CheckpointError("the optimizer has parameters that are not the model's",
-                              fix="make it of model.parameters()")  # fmt: skip
+                              fix="make it of model.parameters()")
     return tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
 
 
@@ -202,7 +202,7 @@ class Fitting(NamedTuple):
 
 
 def load(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = None
-         ) -> int | None:  # fmt: skip
+         ) -> int | None:
     """Every rank reads the rectangles of its own plan; the number of the step, if it has one."""
     world = model.store.world
     with _named("load", Path(folder), "give another checkpoint, or another copy of this one"):
@@ -232,7 +232,7 @@ def _fitting(model: ParallelModel, optimizer: Optimizer | None, found: Checkpoin
     if optimizer is not None:
         if saved is None:
             raise CheckpointError("it was saved without an optimizer",
-                                  fix="load(folder) loads the model alone")  # fmt: skip
+                                  fix="load(folder) loads the model alone")
         groups = _same_groups(model, optimizer, saved)
         fitting.groups.extend(zip(optimizer.param_groups, groups, strict=True))
         cuts += _fit_state(model, optimizer, found, saved.state, fitting)
@@ -242,9 +242,9 @@ def _fitting(model: ParallelModel, optimizer: Optimizer | None, found: Checkpoin
         if here != there.dtype:
             raise CheckpointError(f"{cut.name} is {there.dtype} there, {here} here",
                                   fix="build the model in that type, or give the folder as "
-                                  "weights= to parallelize, which converts")  # fmt: skip
+                                  "weights= to parallelize, which converts")
         fitting.copies.extend(copy for box, view in cut.pieces
-                              for copy in found.copies(cut.name, box, view))  # fmt: skip
+                              for copy in found.copies(cut.name, box, view))
     return fitting
 
 
@@ -257,11 +257,11 @@ def _same_names(model: ParallelModel, own: set[str], manifest: Manifest) -> None
             f"{len(here - there)} tensors of the model are not in it, {len(there - here)} in it "
             f"are not in the model, first {shown} (it is of a {manifest.model!a})",
             fix="load it into the model that it was saved from",
-        )  # fmt: skip
+        )
 
 
 def _same_groups(model: ParallelModel, optimizer: Optimizer,
-                 saved: OptimizerState) -> list[dict[str, Any]]:  # fmt: skip
+                 saved: OptimizerState) -> list[dict[str, Any]]:
     """What was saved of each group, if the optimizer is the same."""
     kind, here, there = type(optimizer).__name__, _members(model, optimizer), saved.names
     missing = sorted(k for k in optimizer.defaults if any(k not in own for own in saved.groups))
@@ -275,11 +275,11 @@ def _same_groups(model: ParallelModel, optimizer: Optimizer,
     else:
         return [{key: plainly.parsed(v) for key, v in own.items()} for own in saved.groups]
     raise CheckpointError(what, fix="build the optimizer with the same class and groups, or "
-                          "load(folder) without it")  # fmt: skip
+                          "load(folder) without it")
 
 
 def _fit_state(model: ParallelModel, optimizer: Optimizer, found: Checkpoint, saved: State,
-               fitting: Fitting) -> Iterator[Cut]:  # fmt: skip
+               fitting: Fitting) -> Iterator[Cut]:
     """Room for what was saved of each parameter: this rank's part, or all. Optimizers that see
     whole tensors keep state on every rank, others where there is a part."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -296,7 +296,7 @@ def _fit_state(model: ParallelModel, optimizer: Optimizer, found: Checkpoint, sa
             there, local = found.manifest.tensors[called], _own(param)
             like = there.shape == tuple(param.shape) != ()
             cpu = key == "step" and not any(optimizer.defaults.get(k)
-                                            for k in ("capturable", "fused"))  # fmt: skip
+                                            for k in ("capturable", "fused"))
             room = torch.empty(
                 local.shape if like else there.shape,
                 dtype=DTYPES[there.dtype],

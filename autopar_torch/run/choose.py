@@ -37,7 +37,7 @@ DRAWS = 7  # of steps whose times vary as measured
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, limits: Constraints,
-           kept: int = KEPT) -> Outcome:  # fmt: skip
+           kept: int = KEPT) -> Outcome:
     """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
     cluster = cluster_of(world)
     with world.doing("measuring"):
@@ -55,10 +55,10 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
-                  kept: int) -> Outcome:  # fmt: skip
+                  kept: int) -> Outcome:
     """An equal question has an equal answer, which the cache may know."""
     key = _hashed(files.encode(graph), files.encode(known), files.encode(limits),
-                  f"{num_rows} {kept} {_sources()}".encode())  # fmt: skip
+                  f"{num_rows} {kept} {_sources()}".encode())
     path = cache_path(f"plan-{key}")
     found = _load(path, Outcome)
     if found is None:
@@ -70,7 +70,7 @@ def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constra
 
 
 def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
-         kept: int = KEPT) -> Outcome:  # fmt: skip
+         kept: int = KEPT) -> Outcome:
     """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
     Where nothing was measured and nobody shares, the engine would only repeat the walk. What the
@@ -99,7 +99,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
 
 
 def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelGraph,
-               profile: Profile, num_rows: int, draws: int = DRAWS) -> list[Choice]:  # fmt: skip
+               profile: Profile, num_rows: int, draws: int = DRAWS) -> list[Choice]:
     """In their order by the formula, until it puts the next one far behind the best that fits; but
     no fewer than `least`."""
     found: list[Choice] = []
@@ -117,7 +117,7 @@ def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelG
 
 def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, cluster: Cluster,
-           limits: Constraints) -> Known:  # fmt: skip
+           limits: Constraints) -> Known:
     """From the cache, else measured now."""
     path = cache_path(_fingerprint(traced, call, cluster, limits))
     cached = _load(path, Known) if world.rank == 0 else None

@@ -39,7 +39,7 @@ class Runner(Protocol):
 
 def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: World,
          stays: Collection[int] = (),
-         enough_s: float = math.inf) -> list[list[float]]:  # fmt: skip
+         enough_s: float = math.inf) -> list[list[float]]:
     """Steps in turn, the order drawn anew each round; who is far behind stops. The seconds of each
     runner, round by round; all ranks must call this."""
     begin = time.perf_counter()
@@ -73,12 +73,12 @@ class _Trial:
     """One plan on a copy of the model, so that trying leaves no trace."""
 
     def __init__(self, parallel: ParallelModel, choice: Choice, traced: Traced, call: Call,
-                 tensors: Sequence[Tensor]) -> None:  # fmt: skip
+                 tensors: Sequence[Tensor]) -> None:
         self.args, self.kwargs = call.rebuild(tensors)
         module = copy.deepcopy(parallel.module)
         world, device = parallel.world, parallel.device
         self.model = ParallelModel(module, world, device, lambda *_: None, parallel.outputs,
-                                   UNWATCHED)  # fmt: skip
+                                   UNWATCHED)
         self.model.retrace = parallel.retrace
         self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -101,7 +101,7 @@ class _Trial:
 
 
 def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Traced, call: Call,
-              tensors: Sequence[Tensor]) -> Outcome:  # fmt: skip
+              tensors: Sequence[Tensor]) -> Outcome:
     """The same search with its first `count` plans in the order of the clock."""
     first = Choice(found.plan, found.step_s, found.memory_bytes)
     tried = varied((first, *found.others), count)
@@ -115,4 +115,4 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     return msgspec.structs.replace(
         found, plan=best.plan, step_s=best.step_s, memory_bytes=best.memory_bytes, others=others,
         measured=tuple(times[i] for i in order),
-    )  # fmt: skip
+    )

@@ -44,7 +44,7 @@ def _is_given(node: fx.Node, traced: Traced) -> bool:
 
 
 def program(traced: Traced, names: Sequence[str], given: Iterable[str], rows: int,
-            device: torch.device) -> fx.GraphModule:  # fmt: skip
+            device: torch.device) -> fx.GraphModule:
     """Prologue nodes as a module; `given` values become its inputs."""
     given_names, wanted = set(given), set(names)
     needed: set[fx.Node] = set()
@@ -68,7 +68,7 @@ class Prologue:
     """Runs the prologue of one traced call for the names that this rank needs."""
 
     def __init__(self, traced: Traced, names: Iterable[str], buffers: dict[str, Tensor],
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device) -> None:
         self.traced, self.buffers, self.device = traced, buffers, device
         self.whole, self.rowful = split_names(traced, dict.fromkeys(names))
         self.modules: dict[tuple[bool, int], tuple[fx.GraphModule, list[str], list[str]]] = {}
@@ -105,7 +105,7 @@ class Prologue:
         return self._run(False, call.num_rows, self._sources(call, tensors))
 
     def for_rows(self, call: Call, tensors: Sequence[Tensor], whole: dict[str, Any], start: int,
-                 end: int) -> dict[str, Any]:  # fmt: skip
+                 end: int) -> dict[str, Any]:
         """Everything for one micro-batch."""
         known = {**self._sources(call, call.slice(tensors, start, end)), **whole}
         return {**known, **self._run(True, end - start, known)}

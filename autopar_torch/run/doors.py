@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import PlanError, RunError
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
-             "OptimizedModule", "ParallelModel")  # fmt: skip
+             "OptimizedModule", "ParallelModel")
 _TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -28,13 +28,13 @@ def refuse_split(model: Any) -> None:
             raise PlanError(
                 f"the model is already in {found}", where=_where(name),
                 fix="pass the plain module: parallelize takes the place of DDP, FSDP and "
-                "accelerate, and is called once, before torch.compile")  # fmt: skip
+                "accelerate, and is called once, before torch.compile")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise PlanError(
                 "a parameter is a DTensor: something else has split it", where=name,
                 fix="pass the module before fully_shard or parallelize_module",
-            )  # fmt: skip
+            )
     refuse_taken(model)
 
 
@@ -48,7 +48,7 @@ def refuse_taken(model: nn.Module) -> None:
         if module in _TAKEN:
             raise PlanError("this module is already parallelized: its parameters are parts now",
                             where=_where(name), fix="use the model that the first call of "
-                            "parallelize returned, or build the module again")  # fmt: skip
+                            "parallelize returned, or build the module again")
 
 
 def _where(name: str) -> str:
@@ -69,20 +69,20 @@ def refuse_watched(args: Any, kwargs: Any) -> None:
                 f"a tensor of the batch, {tuple(leaf.shape)}, requires a gradient, which would not "
                 "come back", where="model(...)",
                 fix="detach() it; what makes it (an encoder, a generator) can be part of the "
-                "model that is parallelized")  # fmt: skip
+                "model that is parallelized")
 
 
 def no_wrapper(name: str) -> RunError:
     return RunError(f"{name} around a parallelized model would sum its gradients twice",
                     where=name, fix="use the model that parallelize returned as it is; with "
-                    "accelerate, do not pass it to prepare()")  # fmt: skip
+                    "accelerate, do not pass it to prepare()")
 
 
 def no_copy() -> RunError:
     return RunError("a parallelized model cannot be copied or pickled: it is one part of many",
                     where="copy, deepcopy, pickle or torch.save of the model",
                     fix="torch.save(model.state_dict(), ...) on all ranks, or model.save(folder); "
-                    "average weights over state_dict()s")  # fmt: skip
+                    "average weights over state_dict()s")
 
 
 def refuse_replaced(names: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ def refuse_replaced(names: Sequence[str]) -> None:
             f"{_few(names)}: added, removed or replaced after the plan was made",
             where="parameters and buffers",
             fix="change them in place (with torch.no_grad(): p.copy_(...)), or build the module "
-            "as it shall be before parallelize")  # fmt: skip
+            "as it shall be before parallelize")
 
 
 def refuse_frozen(names: Iterable[str], zero: int) -> None:
@@ -99,7 +99,7 @@ def refuse_frozen(names: Iterable[str], zero: int) -> None:
         raise RunError(
             f"{_few(sorted(names))}: requires_grad was changed after the plan was made",
             where=f"a plan with zero={zero}, whose pieces depend on what is trained",
-            fix="freeze before parallelize, or plan with constraints={'zero': 0}")  # fmt: skip
+            fix="freeze before parallelize, or plan with constraints={'zero': 0}")
 
 
 def refuse_moved(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
@@ -113,7 +113,7 @@ def refuse_moved(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> N
                 f"{made.dtype} on {made.device}", where="model.to(), .half(), .cuda(), ...",
                 fix="convert the module before parallelize, or ask for "
                 "constraints={'precision': 'bfloat16'}; the device is that of the rank",
-            )  # fmt: skip
+            )
 
 
 def _few(names: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ class Drift:
             self.shared = self._held_by_several(own)
         sums = {part: checksum(own[part].tensor) for part in self.shared if part in own}
         bounds = torch.tensor([[sign * sums[part] if part in sums else _NOT_HERE
-                                for part in self.shared] for sign in (1, -1)])  # fmt: skip
+                                for part in self.shared] for sign in (1, -1)])
         arrive(self.world.start_max(bounds))
         most, least = bounds.tolist()
         apart = [p for p, a, b in zip(self.shared, most, least, strict=True) if a != -b]
@@ -64,4 +64,4 @@ class Drift:
             fix="find what changed it on some ranks only: an update by hand, a load or an "
             "optimizer that one rank has alone, memory that fails; where devices round otherwise, "
             'guards={"drift_every": 0} turns this off',
-        )  # fmt: skip
+        )

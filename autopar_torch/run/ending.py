@@ -86,10 +86,10 @@ class Word:
         os.set_blocking(self.pipe[1], False)
         self._listen()
         os.register_at_fork(before=self._hold, after_in_parent=self._release,
-                            after_in_child=self._forget)  # fmt: skip
+                            after_in_child=self._forget)
 
     def _failed(self, kind: type[BaseException], error: BaseException,
-                trace: TracebackType | None) -> None:  # fmt: skip
+                trace: TracebackType | None) -> None:
         if os.getpid() == self.pid:
             self.told(error)
             _record(error.with_traceback(trace))

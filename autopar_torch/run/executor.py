@@ -72,7 +72,7 @@ class Mail:
         values, rank = empty(), self.peer(action.stage, other)
         lane = self.world.lane(rank, self.rank)
         works = [dist.irecv(value, rank, lane, tag=self._tag(action.stage, action, k))
-                 for k, value in enumerate(values.values())]  # fmt: skip
+                 for k, value in enumerate(values.values())]
         self.posted[action] = (works, values)
 
     def take(self, action: Action) -> Values:
@@ -101,14 +101,14 @@ class Executor:
     """One step of one rank's action list."""
 
     def __init__(self, stages: dict[int, StageRunner], replica: Replica, mail: Mail,
-                 reducer: Reducer | None, recorder: Recorder | Silent) -> None:  # fmt: skip
+                 reducer: Reducer | None, recorder: Recorder | Silent) -> None:
         self.stages, self.replica, self.mail, self.reducer = stages, replica, mail, reducer
         self.recorder = recorder
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
         self.results: dict[int, Values] = {}
 
     def run(self, schedule: Schedule, position: int, rows: Sequence[tuple[int, int]],
-            context: Context, train: bool, share: Share) -> None:  # fmt: skip
+            context: Context, train: bool, share: Share) -> None:
         """`share` is called once, as soon as the outputs of all micro-batches are known."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
@@ -147,12 +147,12 @@ class Executor:
         runner = self.stages[action.stage]
         start, end = self.rows[action.micro_batch]
         infos = runner.arriving if action.op is Op.RECV_F else {
-            n: i for n, i in runner.leaving.items() if i.grad}  # fmt: skip
+            n: i for n, i in runner.leaving.items() if i.grad}
         return {
             name: torch.empty(runner.shape(name, info, end - start),
                               dtype=getattr(torch, info.dtype), device=runner.device)
             for name, info in infos.items()
-        }  # fmt: skip
+        }
 
     def _do(self, action: Action) -> None:
         stage, op, mb = self.mail.world.watch.action = action

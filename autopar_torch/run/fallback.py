@@ -27,7 +27,7 @@ log = logging.getLogger("autopar_torch")
 
 
 def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
-          source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
+          source: Callable[[str], Tensor | None]) -> None:
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
     if parallel.world.size > 1:
@@ -35,14 +35,14 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
     log.warning(
         "the model cannot be traced, so it trains with data parallelism on the untouched module; "
         "the loss is averaged by rows. Reason: %s", reason,
-    )  # fmt: skip
+    )
     plan = parallel._plan = _plain(plan, parallel.outputs)
     parallel.replica = next(r for r, replica in enumerate(plan.replicas)
-                            if parallel.world.rank in replica.stages[0].devices)  # fmt: skip
+                            if parallel.world.rank in replica.stages[0].devices)
     parallel.fallback_reason = reason
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
-                        fix="build it on a real device, or make forward traceable")  # fmt: skip
+                        fix="build it on a real device, or make forward traceable")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
     parallel.draw_as(0)
@@ -61,7 +61,7 @@ def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
                 "model cannot be traced", where=reason,
                 fix="take it out (a hook: return what it records as an output), make forward "
                 "traceable, or train in one process",
-            )  # fmt: skip
+            )
 
 
 def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
@@ -71,10 +71,10 @@ def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
         replace(replica, num_micro_batches=1 if alike else replica.num_micro_batches,
                 stages=tuple(replace(stage, recompute=False) for stage in replica.stages))
         for replica in plan.replicas
-    )  # fmt: skip
+    )
     kept = replace(plan, replicas=replicas, zero=0, precision="float32")
     asked = {"zero": plan.zero, "precision": plan.precision != "float32", "outputs": outputs,
-             "num_micro_batches, recompute": replicas != plan.replicas}  # fmt: skip
+             "num_micro_batches, recompute": replicas != plan.replicas}
     if dropped := [name for name, wanted in asked.items() if wanted]:
         log.warning("not honoured, as the model cannot be traced: %s", ", ".join(dropped))
     return kept
@@ -138,5 +138,5 @@ class _Step(nn.Module):
 def _loss(named: dict[str, Tensor]) -> Tensor:
     if "loss" not in named:
         raise PlanError("the model returns no loss", where="forward",
-                        fix="return a scalar loss, or pass loss_fn=")  # fmt: skip
+                        fix="return a scalar loss, or pass loss_fn=")
     return named["loss"]

@@ -29,7 +29,7 @@ class LossScale:
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, grads: list[Tensor], scale: float,
-                told: LossScale, *params: Tensor) -> Tensor:  # fmt: skip
+                told: LossScale, *params: Tensor) -> Tensor:
         ctx.grads, ctx.scale, ctx.told = grads, scale, told
         return loss.clone()
 
@@ -38,12 +38,12 @@ class _HandOver(torch.autograd.Function):
         if ctx.grads is None:
             raise RunError("backward() was already called on this loss",
                            where="backward or torch.autograd.grad, a second time",
-                           fix="run forward again")  # fmt: skip
+                           fix="run forward again")
         if torch.is_grad_enabled():
             raise RunError("a gradient of the gradients cannot be taken",
                            where="backward or torch.autograd.grad with create_graph=True",
                            fix="put what needs it into the model, or train in one process "
-                           "without parallelize()")  # fmt: skip
+                           "without parallelize()")
         given = float(upstream[0])
         ctx.told.heard(given)
         grads, ctx.grads = ctx.grads, None
@@ -53,7 +53,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
-              scale: float = 1.0, told: LossScale | None = None) -> Tensor:  # fmt: skip
+              scale: float = 1.0, told: LossScale | None = None) -> Tensor:
     """A loss whose backward gives the parameters their gradients, as parts where they are parts:
     those of the loss times `scale`."""
     params = [param for param, _ in grads]

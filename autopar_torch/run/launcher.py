@@ -39,7 +39,7 @@ def _one_node(options: Any) -> bool:
         options.standalone
         or (options.rdzv_backend == "static" and not options.rdzv_endpoint
             and options.master_port is None)
-    )  # fmt: skip
+    )
 
 
 def _meeting_here(options: Any) -> Any:
@@ -49,4 +49,4 @@ def _meeting_here(options: Any) -> Any:
     options.standalone, options.rdzv_backend = False, "static"
     options.master_addr, options.master_port = HERE, place.getsockname()[1]
     return TCPStore(HERE, options.master_port, is_master=True, multi_tenant=True,
-                    wait_for_workers=False, master_listen_fd=place.detach())  # fmt: skip
+                    wait_for_workers=False, master_listen_fd=place.detach())

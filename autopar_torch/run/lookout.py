@@ -44,7 +44,7 @@ LONG = ("tracing", "measuring", "searching")
 GRACE_S = 5.0
 MOST_SAID = 500  # characters of an exception
 RAW = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|"
-                 "recvvalue|sendbytes", re.IGNORECASE)  # fmt: skip
+                 "recvvalue|sendbytes", re.IGNORECASE)
 
 
 class Lookout:
@@ -162,7 +162,7 @@ class Lookout:
         if not self.warned:
             self.warned = True
             log.warning("%s, %s waits: %s (an error after %.0f s)", self.own, standing.doing,
-                        slow.what, PATIENCE * limit_s)  # fmt: skip
+                        slow.what, PATIENCE * limit_s)
         return None
 
     # --- the end --------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ Reader = dict[str, tuple[str, tuple[int, ...], Callable[[], Tensor]]]  # type, s
 
 
 def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
-                weights: str | os.PathLike[str] | None) -> Source:  # fmt: skip
+                weights: str | os.PathLike[str] | None) -> Source:
     """Parameter or buffer name -> its full value, the same on every rank."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     there: dict[str, Callable[[], Tensor]] = {}
@@ -55,7 +55,7 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
 
 
 def _fitting(model: nn.Module, tensors: dict[str, Tensor], read: Reader, where: str,
-             rank: int) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
+             rank: int) -> dict[str, Callable[[], Tensor]]:
     """What reads each tensor that is there, under any of its names. Floats become floats of other
     precision; nothing else changes its type."""
     names = {name: (name, *info.aliases) for name, info in describe_params(model).items()}
@@ -67,18 +67,18 @@ def _fitting(model: nn.Module, tensors: dict[str, Tensor], read: Reader, where: 
         kind = DTYPES[dtype]
         if kind != here.dtype and not (kind.is_floating_point and here.is_floating_point()):
             raise CheckpointError(f"{found[name]} is {kind} there, {here.dtype} here", where=where,
-                                  fix="give weights of the type that the model has")  # fmt: skip
+                                  fix="give weights of the type that the model has")
     if not there:
         raise CheckpointError(
             f"none of the {len(names)} tensors of the model is there, but "
             f"{', '.join(sorted(read)[:3]) or 'nothing'}",
             where=where, fix="give weights that were saved from this model",
-        )  # fmt: skip
+        )
     missing = [name for name in model.state_dict() if found.get(name) == ""]
     if missing and rank == 0:
         log.warning("weights: %d tensors of the model are not in %s and are initialised as if none "
                     "were given, first %s", len(missing), where,
-                    ", ".join(missing[:3]))  # fmt: skip
+                    ", ".join(missing[:3]))
     return there
 
 
@@ -99,9 +99,9 @@ class _Initialiser:
         """Real values of a module's own parameters and buffers, made in a copy of it."""
         module = copy.copy(self.model.get_submodule(owner))
         module._parameters = {k: v if v is None else nn.Parameter(_nan_like(v), v.requires_grad)
-                              for k, v in module._parameters.items()}  # fmt: skip
+                              for k, v in module._parameters.items()}
         module._buffers = {k: v if v is None else _nan_like(v)
-                           for k, v in module._buffers.items()}  # fmt: skip
+                           for k, v in module._buffers.items()}
         digest = hashlib.sha256(f"{self.seed}:{owner}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
@@ -113,14 +113,14 @@ class _Initialiser:
         made = {**module._parameters, **module._buffers}
         values = {name: value.detach() for name, value in made.items() if value is not None}
         empty = [k for k, v in values.items() if v.is_floating_point() and v.numel()
-                 and bool(v.reshape(-1)[:1].isnan())]  # fmt: skip
+                 and bool(v.reshape(-1)[:1].isnan())]
         if empty:
             raise RunError(
                 f"{type(module).__name__} does not initialise {', '.join(empty)}",
                 where=owner or "the model",
                 fix="give the module reset_parameters(), the model _init_weights(module), or pass "
                 "weights=",
-            )  # fmt: skip
+            )
         return values
 
 
@@ -137,7 +137,7 @@ def _reader(world: World, path: Path) -> Reader:
     saved = steps.opened(world, path)
     return {name.removeprefix("model."): (one.dtype, one.shape, partial(saved.whole, name))
             for name, one in saved.manifest.tensors.items()
-            if name.startswith("model.")}  # fmt: skip
+            if name.startswith("model.")}
 
 
 def _is_plain(path: Path) -> bool:
@@ -151,7 +151,7 @@ def _of_files(path: Path) -> Reader:
         file = TensorFile(name, follow=True)
         if twice := sorted(found.keys() & file.slots.keys()):
             raise CheckpointError(f"{twice[0]!a} is in two files", where=str(name),
-                                  fix="keep one of them")  # fmt: skip
+                                  fix="keep one of them")
         found |= {key: (slot.dtype, slot.shape, partial(file.tensor, key, slot.dtype, slot.shape))
-                  for key, slot in file.slots.items()}  # fmt: skip
+                  for key, slot in file.slots.items()}
     return found

@@ -32,7 +32,7 @@ def seconds(name: str, otherwise: float) -> float:
         if 0 < float(text) <= 1e7:
             return float(text)
     raise RunError(f"{text!r} is no number of seconds", where=name,
-                   fix="set it to the seconds that ranks may take, like 120")  # fmt: skip
+                   fix="set it to the seconds that ranks may take, like 120")
 
 
 def meet(rank: int, size: int) -> Any:
@@ -48,12 +48,12 @@ def meet(rank: int, size: int) -> Any:
         raise RunError(f"the ranks cannot meet at {place}: {str(error).splitlines()[0]}",
                        where=where, fix="see whether rank 0 runs there, no other program listens "
                        "there, and a firewall lets this machine in; AUTOPAR_START_S says how long "
-                       "to wait") from error  # fmt: skip
+                       "to wait") from error
     if absent:
         raise RunError(f"rank(s) {', '.join(absent)} of {size} did not come to {place}",
                        where=where, fix="see the end of their logs, and whether as many were "
                        "started as WORLD_SIZE says; AUTOPAR_START_S says how long to wait",
-                       )  # fmt: skip
+                       )
     return PrefixStore(f"{ROOM}/{attempt}", store)
 
 
@@ -62,7 +62,7 @@ def _address() -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise RunError(f"the ranks cannot meet at {host or '?'}:{port or '?'}",
                        where="MASTER_ADDR, MASTER_PORT",
-                       fix="start with torchrun, which sets them")  # fmt: skip
+                       fix="start with torchrun, which sets them")
     return HERE if one_node() and not _by_agent() else host, int(port)
 
 
@@ -78,7 +78,7 @@ def _store(host: str, port: int, rank: int, limit_s: float) -> Any:
         return TCPStore(host, port, is_master=False, timeout=patience)
     fd = listen(port).detach() if one_node() else None
     return TCPStore(host, port, is_master=True, timeout=patience, wait_for_workers=False,
-                    master_listen_fd=fd)  # fmt: skip
+                    master_listen_fd=fd)
 
 
 def _reach(host: str, port: int, deadline: float) -> None:

@@ -48,7 +48,7 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
-                 outputs: Sequence[str] = (), guards: Guards | None = None) -> None:  # fmt: skip
+                 outputs: Sequence[str] = (), guards: Guards | None = None) -> None:
         super().__init__()
         self.module = module
         self.guards = guards or Guards()
@@ -76,7 +76,7 @@ class ParallelModel(nn.Module):
     def plan(self) -> Plan:
         if self._plan is None:
             raise RunError("there is no plan before the first batch", where="model.plan",
-                           fix="pass example_inputs= to parallelize")  # fmt: skip
+                           fix="pass example_inputs= to parallelize")
         return self._plan
 
     @property
@@ -85,20 +85,20 @@ class ParallelModel(nn.Module):
         if self.fallback_reason:
             raise RunError("the module was not traced, so it is whole on every rank",
                            where=self.fallback_reason,
-                           fix="save and load its state_dict() with torch")  # fmt: skip
+                           fix="save and load its state_dict() with torch")
         if self._store is None:
             raise RunError("there are no parts of the parameters before the first batch",
-                           fix="pass example_inputs= to parallelize")  # fmt: skip
+                           fix="pass example_inputs= to parallelize")
         return self._store
 
     def adopt(self, plan: Plan, traced: Traced, call: Call,
-              source: Callable[[str], Tensor | None]) -> None:  # fmt: skip
+              source: Callable[[str], Tensor | None]) -> None:
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         graph = traced.graph
         check_joint(plan, graph)
         self._plan, self.graph = plan, graph
         self.replica = next(r for r, rep in enumerate(plan.replicas)
-                            if any(self.world.rank in s.devices for s in rep.stages))  # fmt: skip
+                            if any(self.world.rank in s.devices for s in rep.stages))
         self.world.make_groups(_axis_groups(plan))
         self.world.enter_lanes(pair for replica in plan.replicas for pair in neighbours(replica))
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
@@ -113,14 +113,14 @@ class ParallelModel(nn.Module):
         self._programs[(call.key, True)] = [Program(traced, plan, self)]
         self._looked = self.burnt.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
-                     if self.world.rank in s.devices)  # fmt: skip
+                     if self.world.rank in s.devices)
         self.draw_as(min(group))
 
     def _reducer(self) -> Reducer:
         mine = [s for replica in self.plan.replicas for s in replica.stages
-                if self.world.rank in s.devices]  # fmt: skip
+                if self.world.rank in s.devices]
         blocks = {b: list(self.graph.blocks[b].params.values())
-                  for s in mine for b in range(*(s.blocks or (0, 0)))}  # fmt: skip
+                  for s in mine for b in range(*(s.blocks or (0, 0)))}
         return Reducer(self.store, blocks)
 
     def draw_as(self, place: int) -> None:
@@ -143,7 +143,7 @@ class ParallelModel(nn.Module):
         train = self.training and torch.is_grad_enabled()
         with self.world.doing("forward" if train else "evaluation"):
             call, tensors, settle = self.same_batch.take(args, kwargs, self.training,
-                                                         self.fingerprint_hash())  # fmt: skip
+                                                         self.fingerprint_hash())
             with torch.autocast(self.device.type, enabled=False):  # it is a part of the program
                 return self._called(call, [t.to(self.device) for t in tensors], train, settle)
 
@@ -167,7 +167,7 @@ class ParallelModel(nn.Module):
         """Trace and plan for training, whatever this call is for."""
         doors.refuse_taken(self.module)
         with (tracing.modes_kept(self.module, True), torch.inference_mode(False),
-              torch.enable_grad()):  # fmt: skip
+              torch.enable_grad()):
             self._prepare(self, call, [t.clone() if t.is_inference() else t for t in tensors])
         if self.fallback_reason:
             share_python_numbers(self.world)
@@ -206,7 +206,7 @@ class ParallelModel(nn.Module):
         self._looked = self.burnt.number
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
-             train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:  # fmt: skip
+             train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:
         spans = self.micro_batches(call.num_rows)
         idle = self.plan.zero == 3 and not spans[self.replica]
         if self.plan.zero == 3:  # who has no row takes part with one that does not count
@@ -238,7 +238,7 @@ class ParallelModel(nn.Module):
         position = actions.position_of[min(program.stages)]
         mail = Mail(self.world, replica, self.device)
         executor = Executor(program.stages, replica, mail, self.reducer if train else None,
-                            self.recorder)  # fmt: skip
+                            self.recorder)
         values: dict[str, Tensor] = {}
         sums: list[Any] = []
 
@@ -256,10 +256,10 @@ class ParallelModel(nn.Module):
         if train:
             parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
             self.non_finite.look(self.num_steps, self.replica, values["loss"],
-                                 parts if self._speaks and not idle else {})  # fmt: skip
+                                 parts if self._speaks and not idle else {})
             grads = self._finish_grads(program)
             values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
-                                       self.loss_scale)  # fmt: skip
+                                       self.loss_scale)
         return values
 
     def begin_step(self) -> None:
@@ -285,7 +285,7 @@ class ParallelModel(nn.Module):
                 f"{num_rows} row(s) for {len(self.plan.replicas)} replicas, which join the "
                 "statistics of batches", where="the batch",
                 fix="give at least a row for each, or use fewer replicas",
-            )  # fmt: skip
+            )
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
         """When everything happens in a real step on this batch (the quickest of `steps`).
@@ -316,10 +316,10 @@ class ParallelModel(nn.Module):
         if program.reached is None:
             everyone = self.world.gather(self.reducer.reached)
             program.reached = [name for name in self.store.tensors
-                               if any(name in names for names in everyone)]  # fmt: skip
+                               if any(name in names for names in everyone)]
         tensors = self.store.tensors
         return [(tensors[name], sums[name] if name in sums else torch.zeros_like(
-            local(tensors[name]))) for name in program.reached]  # fmt: skip
+            local(tensors[name]))) for name in program.reached]
 
     @property
     def _speaks(self) -> bool:
@@ -327,7 +327,7 @@ class ParallelModel(nn.Module):
         return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
 
     def _jointly(self, way: Callable[[str], contextlib.AbstractContextManager[None]],
-                 name: str) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+                 name: str) -> contextlib.AbstractContextManager[None]:
         """A call of all ranks, unless each has everything."""
         whole = self._plan is None or self.fallback_reason
         return contextlib.nullcontext() if whole else way(name)
@@ -371,7 +371,7 @@ class ParallelModel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
                         error_if_nonfinite: bool = False,
-                        foreach: bool | None = None) -> Tensor:  # fmt: skip
+                        foreach: bool | None = None) -> Tensor:
         """torch's, over all ranks, in one message: the norm of all gradients, now at most this."""
         with self._jointly(self.world.doing, "clip_grad_norm_"):
             return state.clip_grad_norm(self, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -382,13 +382,13 @@ class ParallelModel(nn.Module):
             return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
-                        assign: bool = False) -> Any:  # fmt: skip
+                        assign: bool = False) -> Any:
         """Take full tensors; every rank keeps its part."""
         with self._jointly(self.world.meeting, "load_state_dict"):
             return state.load_full(self, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
-             *, step: int | None = None, keep: int | None = None) -> None:  # fmt: skip
+             *, step: int | None = None, keep: int | None = None) -> None:
         """Write a checkpoint that any plan can load; what was there before is replaced at once,
         when all is on the disk. With `step` into FOLDER/step-N, of which the newest `keep` stay.
         """
@@ -396,7 +396,7 @@ class ParallelModel(nn.Module):
             checkpoint.save(self, folder, optimizer, step, keep)
 
     def load(self, folder: str | os.PathLike[str],
-             optimizer: torch.optim.Optimizer | None = None) -> int | None:  # fmt: skip
+             optimizer: torch.optim.Optimizer | None = None) -> int | None:
         """Read a checkpoint written under any plan, of a folder with steps the newest; its step.
         Nothing is changed unless everything fits."""
         with self._jointly(self.world.meeting, "load"):
@@ -405,7 +405,7 @@ class ParallelModel(nn.Module):
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""
         found = [code for known in self._programs.values() for program in known
-                 for code in program.explained(name)]  # fmt: skip
+                 for code in program.explained(name)]
         return "\n".join(found) or f"no block of this rank is called {name!r}"
 
 
@@ -415,7 +415,7 @@ def _frozen(module: nn.Module) -> frozenset[str]:
 
 def _with_frozen(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
     params = {name: info if info.buffer else replace(info, trainable=name not in frozen)
-              for name, info in graph.params.items()}  # fmt: skip
+              for name, info in graph.params.items()}
     return replace(graph, params=params)
 
 

@@ -47,13 +47,13 @@ class NonFinite:
         if before or not self.bad:
             return
         guilty = [f"{a} to {b - 1}" for (a, b), x in zip(seen.rows, parts, strict=True)
-                  if not math.isfinite(x)]  # fmt: skip
+                  if not math.isfinite(x)]
         if guilty or self.world.rank == 0:
             made = f"rows {', '.join(guilty)} made it" if guilty else (
-                "no rows of this replica made it; the rank that knows them says so")  # fmt: skip
+                "no rows of this replica made it; the rank that knows them says so")
             log.warning("the loss of step %d is %s: %s (replica %d). Training goes on; "
                         "guards={\"nan\": False} leaves this out", seen.step, total, made,
-                        replica)  # fmt: skip
+                        replica)
 
 
 def _on_its_way(step: int, values: Tensor, rows: tuple[Rows, ...]) -> _Seen:

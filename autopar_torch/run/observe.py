@@ -26,7 +26,7 @@ from .world import World
 
 def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Sequence[Tensor],
             buffers: Mapping[str, Tensor], world: World,
-            device: torch.device) -> Session:  # fmt: skip
+            device: torch.device) -> Session:
     """Everything that simulating these plans needs, ready to be measured. All ranks call it."""
     found = cluster_of(world)
     cells, curves = needs_of(candidates, traced.graph, found, call.num_rows)
@@ -36,7 +36,7 @@ def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Seq
 def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
                traced: Traced, call: Call, tensors: Sequence[Tensor],
                buffers: Mapping[str, Tensor], world: World, device: torch.device,
-               look: bool = False) -> Session:  # fmt: skip
+               look: bool = False) -> Session:
     """The same for given needs; at a `look`, part of it is derived until plans are close."""
     meshes = {need.sharding.mesh for need in cells if need.sharding}
     world.make_mesh_groups(sorted(meshes))
@@ -44,7 +44,7 @@ def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[Cur
     prologue = Prologue(traced, names, dict(buffers), device)
     return Session(traced, cells, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors),
-                   _hull(prologue, call, tensors, world, device), device, look)  # fmt: skip
+                   _hull(prologue, call, tensors, world, device), device, look)
 
 
 def cluster_of(world: World) -> Cluster:
@@ -52,7 +52,7 @@ def cluster_of(world: World) -> Cluster:
 
 
 def _hull(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,
-          device: torch.device) -> Callable[[], None]:  # fmt: skip
+          device: torch.device) -> Callable[[], None]:
     """What a step does once, whatever its stages are: nearly all of it but them, and no more than
     there is without parameters (see `run/model.py`)."""
     args, kwargs = call.rebuild(tensors)

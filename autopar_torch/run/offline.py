@@ -32,7 +32,7 @@ def place_of(where: Where) -> Cluster | Known:
         return files.checked(where, type(where), "cluster")
     if not isinstance(where, (str, os.PathLike)):
         raise PlanError(f"{type(where).__name__} is no cluster", where="cluster",
-                        fix="give a Cluster, a name like 16x8xH100, or a JSON file")  # fmt: skip
+                        fix="give a Cluster, a name like 16x8xH100, or a JSON file")
     path = Path(where)
     if path.suffix == ".json":
         measured = b'"options"' in files.read(path)
@@ -54,7 +54,7 @@ def _of_this(known: Known, traced: Traced) -> Known:
         raise ProfileError(
             "another model was measured, or this one in another precision", where="cluster",
             fix="measure this one (autopar measure, with the same --precision)",
-        )  # fmt: skip
+        )
     tell_stale(known)
     return known
 
@@ -78,11 +78,11 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     needs = dict.fromkeys(cells_of(whole, traced.graph, num_rows))
     cells = [_cell(need, traced, device, prices) for need in needs]
     return whole, Profile(place, merged(cells), overheads=overheads(device, plan.precision),
-                          assumed=True)  # fmt: skip
+                          assumed=True)
 
 
 def _cell(need: CellNeed, traced: Traced, device: Device,
-          prices: dict[tuple[int, ...], Prices]) -> Cell:  # fmt: skip
+          prices: dict[tuple[int, ...], Prices]) -> Cell:
     own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
     piece = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
     return Cell(need.kind, need.key, (piece.again if need.again else piece,), "datasheet")
@@ -98,7 +98,7 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
     rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
     cells = ways.estimated(traced, options, rows, prices) if rows else []
     profile = Profile(cluster, tuple(cells), overheads=overheads(device, limits.precision),
-                      assumed=True)  # fmt: skip
+                      assumed=True)
     return Known(options, profile)
 
 
@@ -115,7 +115,7 @@ def overheads(device: Device, precision: Precision) -> Overheads:
         update_s_per_byte=(ADAM_PASSES + leaf) * byte_s, add_s_per_byte=ADD_PASSES * byte_s,
         copy_s_per_byte=COPY_PASSES * byte_s, cut_s_per_byte=COPY_PASSES * byte_s,
         fill_s_per_byte=COPY_PASSES * byte_s, fixed_bytes=float(device.fixed_bytes),
-    )  # fmt: skip
+    )
 
 
 def _links(cluster: Cluster, mesh: Sequence[int]) -> tuple[Link, ...]:

@@ -24,7 +24,7 @@ Optimizer = optim.Optimizer
 ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
     optim.Adadelta, optim.Adamax, optim.ASGD, optim.Rprop,
-})  # fmt: skip
+})
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # their state that is no tensor of a part
 _known: WeakSet[Optimizer] = WeakSet()
 _plain: list[tuple[Tensor, type]] = []  # during a step: what it was before
@@ -52,7 +52,7 @@ def restore() -> None:
 
 def _ours(optimizer: Optimizer) -> list[ShardedParameter]:
     return [p for group in optimizer.param_groups for p in group["params"]
-            if type(p) is ShardedParameter]  # fmt: skip
+            if type(p) is ShardedParameter]
 
 
 def learn(optimizer: Optimizer) -> None:

@@ -29,7 +29,7 @@ def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, 
     if limits.tp and limits.tp > most:
         raise SearchError(f"tp={limits.tp}, but tensor groups of more than {most} devices are not "
                           "searched", where="constraints",
-                          fix="give such a plan: Plan.uniform(tp=...)")  # fmt: skip
+                          fix="give such a plan: Plan.uniform(tp=...)")
     found = [m for m in _meshes(cluster, most) if limits.tp in (None, math.prod(m))]
     if limits.rings != "always":
         return found
@@ -39,7 +39,7 @@ def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, 
             "linears run in rings on n x n devices that are an axis of a tensor group; no group "
             "here has such an axis", where="constraints: rings='always'",
             fix="allow tensor groups of 4 devices, or rings='free'",
-        )  # fmt: skip
+        )
     return squares
 
 
@@ -87,7 +87,7 @@ def hidden(profile: Lookup, cluster: Cluster, groups: Sequence[tuple[int, ...]])
 
 SPATIAL: dict[str, tuple[Spatial, ...]] = {
     "free": ("free", "never"), "never": ("never",), "always": ("always",),
-}  # fmt: skip
+}
 
 
 def options(traced: Traced, mesh: tuple[int, ...], prices: Prices, rings: Spatial) -> list[Option]:
@@ -97,7 +97,7 @@ def options(traced: Traced, mesh: tuple[int, ...], prices: Prices, rings: Spatia
 
 
 def option(traced: Traced, mesh: tuple[int, ...], prices: Prices,
-           spatial: Spatial = "free") -> Option:  # fmt: skip
+           spatial: Spatial = "free") -> Option:
     """The cheapest sharding of the chain on a mesh, at these prices."""
     blocks = traced.graph.blocks
     if not mesh:
@@ -106,12 +106,12 @@ def option(traced: Traced, mesh: tuple[int, ...], prices: Prices,
     stage = msgspec.structs.replace(bare.replicas[0].stages[0], blocks=(0, len(blocks)))
     replica = msgspec.structs.replace(bare.replicas[0], stages=(stage,))
     plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,
-                    priced=prices, spatial=spatial)  # fmt: skip
+                    priced=prices, spatial=spatial)
     done: Stage = plan.replicas[0].stages[0]
     found = Option(mesh, tuple(plan.shardings[n] for n in done.shardings or ()))
     if spatial == "always" and not has_rings(found):
         log.warning("rings='always': no linear of this model can run in rings on %s devices",
-                    "x".join(map(str, mesh)))  # fmt: skip
+                    "x".join(map(str, mesh)))
     return found
 
 
@@ -122,7 +122,7 @@ def has_rings(option: Option) -> bool:
 
 
 def probes(candidates: Sequence[Candidate], options: Sequence[Option],
-           num_blocks: int) -> list[Plan]:  # fmt: skip
+           num_blocks: int) -> list[Plan]:
     """Plans that between them use every program and every group of the candidates."""
     found: dict[tuple[object, ...], Plan] = {}
     most = max(c.micro_batches for c in candidates)
@@ -136,7 +136,7 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
 
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
-              prices: dict[tuple[int, ...], Prices]) -> list[Cell]:  # fmt: skip
+              prices: dict[tuple[int, ...], Prices]) -> list[Cell]:
     """Cells by datasheet, with forward kept and computed again."""
     cells: dict[tuple[str, str], Cell] = {}
     for found in options:
@@ -145,7 +145,7 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
             if (block.kind, need.key) in cells:
                 continue
             pieces = tuple(estimate(traced.programs[block.kind], sharding,
-                                    prices[found.mesh]._replace(rows=n)) for n in rows)  # fmt: skip
+                                    prices[found.mesh]._replace(rows=n)) for n in rows)
             again = tuple(piece.again for piece in pieces)
             for own, recompute in ((pieces, False), (again, True)):
                 key = cell_key(sharding, recompute)

@@ -55,13 +55,13 @@ class ParamStore:
     """All parameters that this rank has a part of."""
 
     def __init__(self, model: nn.Module, plan: Plan, graph: ModelGraph, world: World,
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device) -> None:
         self.world, self.plan, self.graph, self.device = world, plan, graph, device
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
         self.tensors = dict(_named_tensors(model))
         teams = {name: {h.rank: team_of(hs, h.rank) for h in hs}
-                 for name, hs in self.holdings.items()}  # fmt: skip
+                 for name, hs in self.holdings.items()}
         world.make_groups(t.ranks for by_rank in teams.values() for t in by_rank.values())
         shares = shares_of(plan, graph, world.rank, self.holdings)
         self.held = {
@@ -90,12 +90,12 @@ class ParamStore:
                 if not tensor.is_meta:
                     source(name)  # rank 0's values go to all ranks together
                 put(tensor, torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype,
-                                        device=self.device))  # fmt: skip
+                                        device=self.device))
             else:
                 put(tensor, cast(Tensor, source(name)))
         self._make_leaves()
         self.spreads = {name: self._spread(name, self.tensors[name])
-                        for name in self.holdings if not self._is_everywhere(name)}  # fmt: skip
+                        for name in self.holdings if not self._is_everywhere(name)}
         for name, spread in self.spreads.items():
             adopt(self.tensors[name], spread)
 
@@ -114,7 +114,7 @@ class ParamStore:
             self.copied = [held for held in whole if held.leaf.dtype != held.dtype]
             self.same = [(h.leaf, h.tensor) for h in whole if h.leaf.dtype == h.dtype]
         self.gathered = [held for held in self.held.values()
-                         if held.share.zero and not self.gathers_per_use(held)]  # fmt: skip
+                         if held.share.zero and not self.gathers_per_use(held)]
 
     def _is_everywhere(self, name: str) -> bool:
         """Whether every rank keeps all of a parameter."""
@@ -129,7 +129,7 @@ class ParamStore:
             name, self.graph.params[name].shape, size, self.world,
             lambda full: self.cut(held, full) if held else full.new_empty(size),
             lambda: boxes_of(self.plan, self.graph, name, self.holdings[name]),
-        )  # fmt: skip
+        )
 
     def _make_leaf(self, held: Held) -> None:
         tensor, cast_to = held.tensor, self.dtype
@@ -244,7 +244,7 @@ class Bucket:
         if self.mixed:
             target.zero_()
             paste(target.view(held.shape), grad / held.share.holding.num_copies,
-                  held.share.holding.boxes(held.shape))  # fmt: skip
+                  held.share.holding.boxes(held.shape))
         else:
             copy_rows(target, grad.reshape(-1), held.share.piece)
 

@@ -23,7 +23,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v, where) for v in value]
     raise CheckpointError(f"a {type(value).__name__} cannot be written down", where=where,
-                          fix="keep numbers, texts and lists of them there")  # fmt: skip
+                          fix="keep numbers, texts and lists of them there")
 
 
 def parsed(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Program:
             s: StageRunner(traced, plan, stage, model.store, world.tensor_axes(stage),
                            model.replica_axis, model.device)
             for s, stage in enumerate(replica.stages) if world.rank in stage.devices
-        }  # fmt: skip
+        }
         model.burnt.learn(traced.reads)
         self.state, self.number = model.burnt.described(traced.reads), model.burnt.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
@@ -68,7 +68,7 @@ class Program:
     # --- what it returns ------------------------------------------------------------------------
 
     def addends(self, parts: Mapping[int, Mapping[str, Tensor]], rows: Sequence[tuple[int, int]],
-                num_rows: int, device: torch.device) -> dict[str, Tensor]:  # fmt: skip
+                num_rows: int, device: torch.device) -> dict[str, Tensor]:
         """For each output of the whole batch a tensor of its size: what it is, added up over all
         ranks. `parts` are the outputs of micro-batches that this rank alone has."""
         found = {}
@@ -78,7 +78,7 @@ class Program:
         return found
 
     def _addend(self, name: str, parts: Mapping[tuple[int, int], Tensor], whole: bool,
-                num_rows: int, device: torch.device) -> Tensor:  # fmt: skip
+                num_rows: int, device: torch.device) -> Tensor:
         info, summed = self._info(name), name == "loss" or name in self.traced.graph.summed
         kind = getattr(torch, info.dtype)
         if kind.is_floating_point and summed:
@@ -90,7 +90,7 @@ class Program:
             raise RunError(
                 "an output has the batch in more than one dim", where=name,
                 fix="do not return it, or use one replica and num_micro_batches=1",
-            )  # fmt: skip
+            )
         for (start, end), value in parts.items():
             if len(dims) == 1:
                 dim, each = dims[0]

@@ -26,7 +26,7 @@ class Withheld:
 
     def __init__(self, name: str, why: str, fix: str) -> None:
         self.error = NotGatheredError(f"{name} {why}", where=f"the model's output {name!r}",
-                                      fix=fix)  # fmt: skip
+                                      fix=fix)
 
     def __repr__(self) -> str:
         return f"<{self.error.what}>"
@@ -88,7 +88,7 @@ class _ForwardOnly(torch.autograd.Function):
         raise RunError(
             "backward() of a loss that was computed in eval mode", where="loss.backward",
             fix="call model.train() before the step: the backward runs inside forward",
-        )  # fmt: skip
+        )
 
 
 def forward_only(anchor: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -117,4 +117,4 @@ def _not_gathered(name: str) -> Withheld:
 
 def _not_traced(name: str) -> Withheld:
     return Withheld(name, "is no tensor, so a trace does not keep it",
-                    "return it as a tensor, or compute it outside of forward")  # fmt: skip
+                    "return it as a tensor, or compute it outside of forward")

@@ -30,7 +30,7 @@ class Whole(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:  # fmt: skip
+                           kwargs: Any = None) -> Any:
         with plainly():
             name = _name(func)
             if name.startswith(("get ", "set ", "delete ")) and name not in _VIEWS:
@@ -74,7 +74,7 @@ class Sharded(Whole):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with plainly():
             return (f"{type(self).__name__}({tuple(self.spread.shape)}, of which this rank has "
-                    f"{self.detach()!r})")  # fmt: skip
+                    f"{self.detach()!r})")
 
 
 class ShardedParameter(Sharded, nn.Parameter):
@@ -142,7 +142,7 @@ def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         first = next(key for key in ("tensor", "input", "self", *kwargs) if key in kwargs)
         args = (kwargs.pop(first),)
     given = [y for x in (*args, *kwargs.values())
-             for y in (x if isinstance(x, (list, tuple)) else (x,))]  # fmt: skip
+             for y in (x if isinstance(x, (list, tuple)) else (x,))]
     _refresh(given)
     result = NotImplemented
     if not any(isinstance(x, Sharded) for x in given):
@@ -163,7 +163,7 @@ _ALSO = frozenset({
     "clone", "detach", "contiguous", "positive", "zeros_like", "ones_like", "full_like",
     "empty_like", "float", "double", "half", "bfloat16", "int", "long", "bool", "to", "type",
     "cpu", "cuda", "pin_memory",
-})  # fmt: skip
+})
 # Tagged so, but they reduce, draw numbers, or are something else with other arguments.
 _NOT = frozenset(("equal", "max", "min", "where", "rrelu", "native_dropout_backward"))
 
@@ -177,13 +177,13 @@ def _is_elementwise(name: str) -> bool:
     return base.rstrip("_") in _ALSO or any(
         torch.Tag.pointwise in getattr(packet, overload).tags
         for packet in packets if packet is not None for overload in packet.overloads()
-    )  # fmt: skip
+    )
 
 
 def _computed(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     if isinstance(kwargs.get("out"), Sharded):
         raise RunError("a part cannot take the result of a function as out=", where=name,
-                       fix="write parameter.copy_(result)")  # fmt: skip
+                       fix="write parameter.copy_(result)")
     if _is_elementwise(name):
         each = _each_elementwise if name.startswith("_foreach_") else _elementwise
         return each(name, func, args, kwargs)
@@ -228,7 +228,7 @@ def _aligned(values: Iterable[Any], in_place: bool) -> tuple[Spread | None, list
     except RuntimeError:  # which the function itself raises, given whole tensors
         target = []
     spread = next((x.spread for x in target if isinstance(x, Sharded) and x.spread.shape == shape),
-                  None)  # fmt: skip
+                  None)
     return spread, [_whole(x) if spread is None else _fitting(x, spread) for x in values]
 
 
@@ -288,7 +288,7 @@ def _refresh(given: Iterable[Any]) -> None:
         if loan.base.requires_grad:
             raise RunError("this view was made before the parameter changed",
                            where=loan.source.spread.name,
-                           fix="take the view again, or of p.detach()")  # fmt: skip
+                           fix="take the view again, or of p.detach()")
         loan.base.copy_(loan.source.full())
         loan.seen[0] = loan.source._version
 
@@ -324,7 +324,7 @@ def _part(value: Tensor, spread: Spread) -> Tensor:
     if value.shape != spread.shape:
         raise RunError(f"its shape is {tuple(spread.shape)}, that of what is given "
                        f"{tuple(value.shape)}", where=spread.name,
-                       fix="give a tensor of the full shape")  # fmt: skip
+                       fix="give a tensor of the full shape")
     return spread.part(value)
 
 
@@ -365,13 +365,13 @@ def _grad(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     found = func(outputs, given, *args, **kwargs)
     return tuple(_marked(g, x.spread if isinstance(x, Sharded) else None)
-                 for x, g in zip(given, found, strict=True))  # fmt: skip
+                 for x, g in zip(given, found, strict=True))
 
 
 def _outlined(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Where only shape and type count."""
     outlines = [torch.empty(x.spread.shape, dtype=x.dtype, device="meta")
-                if isinstance(x, Sharded) else x for x in args]  # fmt: skip
+                if isinstance(x, Sharded) else x for x in args]
     return func(*outlines, **kwargs)
 
 
@@ -391,7 +391,7 @@ def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
 _SHAPES = (
     "get shape", "size", "stride", "is_contiguous", "numel", "nelement", "get nbytes", "__len__",
     "dim", "ndimension", "get ndim",
-)  # fmt: skip
+)
 _AS_IT_IS = (
     "requires_grad_", "retain_grad", "backward", "is_floating_point", "is_complex",
     "is_inference", "element_size", "data_ptr", "untyped_storage", "storage", "get_device",
@@ -399,7 +399,7 @@ _AS_IT_IS = (
     "new_full", "new_tensor", "new_empty_strided", "is_pinned", "_is_view",
     "_has_compatible_shallow_copy_type", "__hash__", "share_memory_", "is_shared", "can_cast",
     "is_signed", "is_conj", "is_neg",
-)  # fmt: skip
+)
 
 # Function -> what answers for it; NotImplemented leaves it to `_computed`.
 ANSWERS: dict[str, Callable[..., Any]] = {

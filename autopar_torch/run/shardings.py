@@ -51,7 +51,7 @@ def _worth(prices: Prices, worth: float) -> Prices:
 
 
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
-             priced: Prices | None = None, spatial: Spatial = "free") -> Plan:  # fmt: skip
+             priced: Prices | None = None, spatial: Spatial = "free") -> Plan:
     """The plan with a sharding for every block on several devices; given ones are kept."""
     found = _Found(list(plan.shardings))
     replicas = []
@@ -62,7 +62,7 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
                 continue
             own = priced or ordinary(len(stages[group[0]].axes), rows)
             solved = _solve(traced, [stages[s] for s in group], own, whole_values(
-                traced.graph, replica, group), pins or {}, spatial)  # fmt: skip
+                traced.graph, replica, group), pins or {}, spatial)
             numbers = [-1 if s is None else found.index(s) for s in solved]
             start = (stages[group[0]].blocks or (0, 0))[0]
             for s in group:
@@ -72,7 +72,7 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
                     stages[s] = msgspec.structs.replace(stages[s], shardings=indices)
         replicas.append(msgspec.structs.replace(replica, stages=tuple(stages)))
     return msgspec.structs.replace(plan, replicas=tuple(replicas),
-                                   shardings=tuple(found.shardings))  # fmt: skip
+                                   shardings=tuple(found.shardings))
 
 
 def groups(replica: Replica) -> list[list[int]]:
@@ -94,7 +94,7 @@ def whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> froze
 
 
 def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: frozenset[str],
-           pins: Pins, spatial: Spatial) -> Sequence[Sharding | None]:  # fmt: skip
+           pins: Pins, spatial: Spatial) -> Sequence[Sharding | None]:
     first, last = (stages[0].blocks or (0, 0))[0], (stages[-1].blocks or (0, 0))[1]
     mesh = stages[0].axes
     blocks = traced.graph.blocks[first:last]
@@ -110,20 +110,20 @@ def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: froze
 
 def _solve_chain(traced: Traced, blocks: Sequence[Block], priced: Prices, mesh: tuple[int, ...],
                  whole: frozenset[str], pins: Pins,
-                 spatial: Spatial) -> list[Sharding]:  # fmt: skip
+                 spatial: Spatial) -> list[Sharding]:
     graph = traced.graph
     tables: dict[tuple[str, str], KindTable] = {}
     chain = []
     for block in blocks:
         fixed = {slot: [pins[p][mesh]] for slot, p in block.params.items()
-                 if mesh in pins.get(p, {})}  # fmt: skip
+                 if mesh in pins.get(p, {})}
         key = (block.kind, " ".join(f"{slot}={forms[0].text}" for slot, forms in fixed.items()))
         if key not in tables:
             alike = [b for b in blocks if b.kind == block.kind]
             shared = frozenset(slot for b in alike for slot, p in b.params.items()
-                               if len(graph.users(p)) > 1)  # fmt: skip
+                               if len(graph.users(p)) > 1)
             tables[key] = tabulate(traced.programs[block.kind], mesh, priced, shared=shared,
-                                   pinned=fixed, spatial=spatial)  # fmt: skip
+                                   pinned=fixed, spatial=spatial)
         chain.append(tables[key])
     return solve_chain(blocks, chain, whole)
 
@@ -146,12 +146,12 @@ def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
             f"this call of the model has {len(traced.graph.blocks)} blocks, the first one had "
             f"{len(first.blocks)}", where="the stages' borders",
             fix="call the model with the same inputs as in training",
-        )  # fmt: skip
+        )
     open_stages = (
         msgspec.structs.replace(replica, stages=tuple(
             msgspec.structs.replace(stage, shardings=None) for stage in replica.stages))
         for replica in plan.replicas
-    )  # fmt: skip
+    )
     bare = msgspec.structs.replace(plan, replicas=tuple(open_stages), shardings=())
     return complete(bare, traced, rows, pins_of(plan, first))
 

@@ -22,7 +22,7 @@ class Spread:
 
     def __init__(self, name: str, shape: Sequence[int], local: Sequence[int], world: World,
                  cut: Callable[[Tensor], Tensor],
-                 boxes_of: Callable[[], Mapping[int, Sequence[Box]]]) -> None:  # fmt: skip
+                 boxes_of: Callable[[], Mapping[int, Sequence[Box]]]) -> None:
         self.name, self.shape, self.local = name, torch.Size(shape), torch.Size(local)
         self.world, self.cut, self._boxes_of = world, cut, boxes_of
 
@@ -93,7 +93,7 @@ def stacking_dim(boxes: Sequence[Box], local: Tensor) -> int:
     sizes = [size for _, size in boxes]
     dims = range(local.dim() if len(boxes) > 1 else 0)
     return next((d for d in dims if sizes[0][d] != local.shape[d]
-                 and sum(s[d] for s in sizes) == local.shape[d]), 0)  # fmt: skip
+                 and sum(s[d] for s in sizes) == local.shape[d]), 0)
 
 
 def views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:

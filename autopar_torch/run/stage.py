@@ -37,7 +37,7 @@ class StageRunner:
 
     def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore,
                  axes: Sequence[Axis], replicas: Callable[[int], Axis | None],
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device) -> None:
         self.traced, self.plan, self.stage, self.store = traced, plan, stage, store
         self.axes, self.device = axes, device
         self.peers = [replicas(block) for block in range(*(stage.blocks or (0, 0)))]
@@ -72,7 +72,7 @@ class StageRunner:
         gathered = tuple(h for h in held if self.store.gathers_per_use(h))
         return Cell(block, tuple(_origin(block, p.name) for p in places),
                     tuple(block.outputs.values()), self.stage.recompute and not kind.mutates,
-                    gathered)  # fmt: skip
+                    gathered)
 
     def _program(self, index: int, rows: int) -> fx.GraphModule:
         number = self.stage.sharding(self.first + index)
@@ -84,7 +84,7 @@ class StageRunner:
             self.programs[key] = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
                 device=self.device, replicas=peers,
-            )  # fmt: skip
+            )
         return self.programs[key]
 
     def code(self, index: int) -> str:
@@ -92,14 +92,14 @@ class StageRunner:
         index += self.first
         wanted = (self.traced.graph.blocks[index].kind, self.stage.sharding(index))
         made = [p.code for (kind, number, _, _), p in self.programs.items()
-                if (kind, number) == wanted]  # fmt: skip
+                if (kind, number) == wanted]
         return str(made[0]) if made else "(has not run yet)"
 
     def shape(self, value: str, info: TensorInfo, rows: int) -> list[int]:
         return value_shape(self.plan, self.traced.graph, self.stage, value, info, rows)
 
     def forward(self, micro_batch: int, rows: int, arrived: Values, context: dict[str, Any],
-                train: bool) -> Values:  # fmt: skip
+                train: bool) -> Values:
         """Run all blocks; keeps what backward needs. Returns what leaves, or the outputs."""
         if train:
             arrived = {n: _leaf(v, self.arriving[n].grad) for n, v in arrived.items()}
@@ -114,7 +114,7 @@ class StageRunner:
         return {n: v.detach() if isinstance(v, Tensor) else v for n, v in left.items()}
 
     def _run_cell(self, index: int, cell: Cell, values: dict[str, Any], context: dict[str, Any],
-                  rows: int, train: bool) -> tuple[Tensor, ...]:  # fmt: skip
+                  rows: int, train: bool) -> tuple[Tensor, ...]:
         run = self._program(index, rows)
         if cell.gathered:
             self.store.gather(cell.gathered)
@@ -128,7 +128,7 @@ class StageRunner:
         return cast(tuple[Tensor, ...], results)
 
     def _argument(self, kind: str, name: str, values: dict[str, Any],
-                  context: dict[str, Any]) -> Any:  # fmt: skip
+                  context: dict[str, Any]) -> Any:
         if kind == "param":
             return self.store.held[name].leaf
         return values[name] if kind == "value" else context[name]
@@ -152,13 +152,13 @@ class StageRunner:
             left = {"loss": left["loss"]}
             grads = {"loss": torch.full_like(left["loss"], self.loss_scale)}
         pairs = [(v, grads[name]) for name, v in left.items()
-                 if isinstance(v, Tensor) and v.requires_grad]  # fmt: skip
+                 if isinstance(v, Tensor) and v.requires_grad]
         torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
         self._free_gathered()
         return {
             name: value.grad if value.grad is not None else torch.zeros_like(value)
             for name, value in arrived.items() if value.requires_grad
-        }  # fmt: skip
+        }
 
     def _free_gathered(self) -> None:
         for cell in self.cells:

@@ -15,7 +15,7 @@ IN_COLLECTIVE = "in a collective of your code"
 STOPPED = "its process is stopped (SIGSTOP)"
 HELD = "its Python does not run (held by code in C?), or its machine is away"
 LIBRARIES = (f"{os.sep}autopar_torch{os.sep}", f"{os.sep}torch{os.sep}", "<",
-             f"{os.sep}contextlib.py", f"{os.sep}threading.py")  # fmt: skip
+             f"{os.sep}contextlib.py", f"{os.sep}threading.py")
 MOST_NAMED = 4
 MORE_TIME = 'AUTOPAR_TIMEOUT_S or guards={"timeout_s": ...} allow more time'
 
@@ -109,20 +109,20 @@ class Standing(Struct, frozen=True):
             return Verdict(f"{self.members[rank]} stopped: {ends[rank]}", "see its traceback")
         for member in self.members:
             if (member.rank not in {self.own.rank, *ends}
-                    and self.own.state(member) in ("Z", "X")):  # fmt: skip
+                    and self.own.state(member) in ("Z", "X")):
                 # it may have ended and the store with it, where its last beat was
                 why = "it was killed, or crashed outside of Python" if self.beats else (
-                    "it was killed, crashed or ended early")  # fmt: skip
+                    "it was killed, crashed or ended early")
                 return Verdict(f"{member} is gone: {why}; {self._last(member.rank)}",
                                "see the end of its log, and the system's (lack of memory ends in a "
-                               "SIGKILL); start again from the last checkpoint")  # fmt: skip
+                               "SIGKILL); start again from the last checkpoint")
         for rank in ends:
             # it made fewer calls: what this one waits for will not come
             if self.beats[rank].call.number < self.doing.call.number:
                 return Verdict(f"{self.members[rank]} has come to the end of its script while "
                                f"others go on; {self._last(rank)}",
                                "give every rank the same number of batches, and make calls of the "
-                               "model on every rank")  # fmt: skip
+                               "model on every rank")
         return None
 
     def _last(self, rank: int) -> str:
@@ -139,13 +139,13 @@ class Standing(Struct, frozen=True):
             if beat.action == IN_COLLECTIVE and beat.call.number < own.call.number:
                 return Verdict(f"ranks wait for each other: {self.own} is {own}; "
                                f"{self.members[rank]} is {beat}", f"call {own.call.name} on every "
-                               "rank: all have a part of what it returns")  # fmt: skip
+                               "rank: all have a part of what it returns")
             if len(names) > 1 and beat.action != IN_CODE:
                 both = " and ".join(sorted(names))
                 return Verdict(f"ranks wait for each other in different calls: {self.own} is {own};"
                                f" {self.members[rank]} is {beat}; call {number} is {both}",
                                f"call {both} on every rank, in the same order (only writing files "
-                               "and printing may be for rank 0 alone)")  # fmt: skip
+                               "and printing may be for rank 0 alone)")
         return None
 
     def silent(self, before: Mapping[int, Beat], waited_s: float) -> Verdict | None:
@@ -156,7 +156,7 @@ class Standing(Struct, frozen=True):
                 why = STOPPED if self.own.state(member) in ("T", "t") else HELD
                 what = f"{member} has given no sign of life, while this rank waited {waited_s:.0f}"
                 return Verdict(f"{what} s: {why}; {self._last(rank)}",
-                               f"see where it is (py-spy dump --pid); {MORE_TIME}")  # fmt: skip
+                               f"see where it is (py-spy dump --pid); {MORE_TIME}")
         return None
 
     def slow(self, waited_s: float) -> Verdict:
@@ -165,11 +165,11 @@ class Standing(Struct, frozen=True):
         behind = [r for r, b in self.beats.items() if b.call.number < number or b.action == IN_CODE]
         named = [f"{self.members[r]} is {self.beats[r]}" for r in behind or self.beats]
         return Verdict(f"nothing has come for {waited_s:.0f} s; {'; '.join(named[:MOST_NAMED])}",
-                       f"make calls of the model on every rank; {MORE_TIME}")  # fmt: skip
+                       f"make calls of the model on every rank; {MORE_TIME}")
 
 
 BROKEN = Verdict("a connection to another rank broke, and all ranks that can be seen are alive",
-                 "see the logs of the others, and the network between the machines")  # fmt: skip
+                 "see the logs of the others, and the network between the machines")
 
 
 def exchanges(frame: FrameType | None) -> bool:

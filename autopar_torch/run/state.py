@@ -35,7 +35,7 @@ def spoken(model: ParallelModel, held: Held, value: Tensor) -> list[tuple[Box, T
 
 
 def clip_grad_norm(model: ParallelModel, max_norm: float, norm_type: float,
-                   error_if_nonfinite: bool, foreach: bool | None) -> Tensor:  # fmt: skip
+                   error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
     """torch's clip_grad_norm_ over every element of the model once, in one message."""
     params = [p for p in model.module.parameters() if p.grad is not None]
     if not params or not norm_type:
@@ -44,7 +44,7 @@ def clip_grad_norm(model: ParallelModel, max_norm: float, norm_type: float,
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RunError(f"the norm of all gradients is {float(norm)}, so they cannot be clipped",
                        where="clip_grad_norm_",
-                       fix="find what made them so, or pass error_if_nonfinite=False")  # fmt: skip
+                       fix="find what made them so, or pass error_if_nonfinite=False")
     with plainly():
         nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach is not False)
     return norm
@@ -81,7 +81,7 @@ def load_full(model: ParallelModel, state: Mapping[str, Any], strict: bool) -> A
         raise CheckpointError(
             f"missing {missing[:5]}, unexpected {extra[:5]}", where="load_state_dict",
             fix="pass strict=False to ignore",
-        )  # fmt: skip
+        )
     for name, here in own.items():
         if name in state and isinstance(here, Tensor):
             same_shape(name, state[name].shape, here.shape, "load_state_dict")

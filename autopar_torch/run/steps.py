@@ -25,7 +25,7 @@ def target(folder: Path, step: int | None, keep: int | None) -> Path:
         if not known or not least <= operator.index(value) < 10**18:  # type: ignore[arg-type]
             raise CheckpointError(f"{name}={value!r} is no number from {least}", where="save",
                                   fix="save(folder, opt, step=100, keep=3) writes FOLDER/step-100 "
-                                  "and keeps the newest three")  # fmt: skip
+                                  "and keeps the newest three")
     return folder / f"step-{step}"
 
 

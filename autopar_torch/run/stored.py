@@ -105,7 +105,7 @@ def begin(folder: Path) -> str:
     there = os.path.lexists(folder / MANIFEST)
     if there and not any(FILE.fullmatch(name) for name in os.listdir(folder)):
         raise CheckpointError("there is a manifest.json of something else", where=str(folder),
-                              fix="save into another folder")  # fmt: skip
+                              fix="save into another folder")
     try:
         sweep(folder, read(folder).generation if there else "")
     except CheckpointError as error:
@@ -152,7 +152,7 @@ def read(folder: Path) -> Manifest:
             "no readable checkpoint: there is no manifest.json", where=str(folder),
             fix="give the folder that model.save() wrote (as weights= also safetensors files); how "
             "one of the old form, with .metadata, is loaded docs/checkpoints.md shows",
-        )  # fmt: skip
+        )
     with open_regular(path) as file:
         data = file.read(files.MAX_BYTES + 1)
     try:
@@ -169,7 +169,7 @@ def check(manifest: Manifest, where: Path) -> None:
     """Every element of every tensor lies in one file, once."""
     if manifest.form != FORM:
         raise CheckpointError(f"form {manifest.form}, this version reads {FORM}", where=str(where),
-                              fix="read it with the version that wrote it")  # fmt: skip
+                              fix="read it with the version that wrote it")
     names = [file.name for file in manifest.files]
     found = [FILE.fullmatch(name) for name in names]
     if len(set(names)) < len(names) or any(m is None or m[1] != manifest.generation for m in found):
@@ -179,7 +179,7 @@ def check(manifest: Manifest, where: Path) -> None:
             raise damaged(f"{name!a} is of type {stored.dtype!a}", where)
         if any(piece.file >= len(names) for piece in stored.pieces) or not _covered(stored):
             raise damaged(f"the pieces of {name!a} do not make up a tensor of {stored.shape}",
-                          where)  # fmt: skip
+                          where)
     state = manifest.optimizer.state if manifest.optimizer else {}
     said = {f"optim.{n}.{k}" for n, own in state.items() for k, v in own.items() if v == TENSOR}
     if said != {name for name in manifest.tensors if name.startswith("optim.")}:
@@ -191,7 +191,7 @@ def _covered(stored: Stored) -> bool:
     shape, boxes = stored.shape, [(p.offsets, p.sizes) for p in stored.pieces]
     whole = (0,) * len(shape), shape
     inside = all(len(box[0]) == len(box[1]) == len(shape) and common(box, whole) == box
-                 for box in boxes)  # fmt: skip
+                 for box in boxes)
     if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
     dim = max(range(len(shape)), key=lambda d: len({o[d] for o, _ in boxes}), default=0)

@@ -57,14 +57,14 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True):
 def made_with() -> dict[str, str]:
     """What times depend on beside the machines, and since when they are known."""
     return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda),
-            "day": datetime.date.today().isoformat()}  # fmt: skip
+            "day": datetime.date.today().isoformat()}
 
 
 def tell_stale(known: Known) -> None:
     """Say what has changed since the machines were measured."""
     then, now = known.made_with, made_with()
     told = [f"{name} was {then[name]}, is {now[name]}" for name in ("torch", "cuda")
-            if then.get(name, now[name]) != now[name]]  # fmt: skip
+            if then.get(name, now[name]) != now[name]]
     oldest = (datetime.date.today() - datetime.timedelta(OLD_DAYS)).isoformat()
     told += [f"it is of {then['day']}"] if then.get("day", oldest) < oldest else []
     if told:
@@ -78,7 +78,7 @@ def digest(graph: ModelGraph) -> str:
 
 def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
             world: World, device: torch.device, cluster: Cluster, limits: Constraints,
-            seconds: float = QUICK_S) -> Known:  # fmt: skip
+            seconds: float = QUICK_S) -> Known:
     """Links first, since they decide how blocks are split; then everything the plans need."""
     ways_known = _options(traced, call, world, device, cluster, limits)
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
@@ -86,16 +86,16 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
         return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
     cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
     session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
-                         look=seconds <= QUICK_S)  # fmt: skip
+                         look=seconds <= QUICK_S)
     session.round()
     profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
-                             seconds)  # fmt: skip
+                             seconds)
     name_noise(profile, world)
     return Known(tuple(ways_known), profile, digest(traced.graph), made_with())
 
 
 def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
-                   limits: Constraints, world: World, seconds: float) -> Profile:  # fmt: skip
+                   limits: Constraints, world: World, seconds: float) -> Profile:
     """After rounds of what may be the fastest by what is known so far, until the time is over or
     that is known well, and none of it derived."""
     profile = session.profile()
@@ -121,14 +121,14 @@ def _known_well(session: Session) -> bool:
 
 
 def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_rows: int,
-           limits: Constraints, factor: float, world: World) -> list[Plan]:  # fmt: skip
+           limits: Constraints, factor: float, world: World) -> list[Plan]:
     """Plans that may be the fastest by what is known so far. What only others need is known well
     enough: that they are slower."""
     close: list[Plan] = []
     if world.rank == 0:
         try:
             found = search(graph, options, lookup(profile), num_rows, limits,
-                           kept=MOST_KEPT)  # fmt: skip
+                           kept=MOST_KEPT)
             most_s = found.best.step_s * factor
             close = [c.plan for c in (found.best, *found.runners_up) if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
@@ -144,7 +144,7 @@ def name_noise(profile: Profile, world: World) -> None:
                 "not be the best; close other programs and measure again (without the kept "
                 "profile), or for longer (`autopar measure --seconds`)", len(profile.noise),
                 100 * NOISE_LIMIT,
-                "; ".join(f"{name}: {error:.0%}" for name, error in worst))  # fmt: skip
+                "; ".join(f"{name}: {error:.0%}" for name, error in worst))
 
 
 def _late(deadline: float, world: World) -> bool:
@@ -156,7 +156,7 @@ Needs = tuple[list[CellNeed], list[CurveNeed]]
 
 
 def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows: int,
-           world: World) -> Needs:  # fmt: skip
+           world: World) -> Needs:
     """What plans need; every rank asks for its share of them."""
     own = needs_of(plans[world.rank :: world.size], graph, cluster, num_rows)
     everyone = world.gather(own)
@@ -165,7 +165,7 @@ def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows:
 
 
 def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
-           num_rows: int, world: World) -> Needs:  # fmt: skip
+           num_rows: int, world: World) -> Needs:
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
     cells, curves = _asked(plans, traced.graph, cluster, num_rows, world)
@@ -184,12 +184,12 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
 
 
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
-             limits: Constraints) -> list[Option]:  # fmt: skip
+             limits: Constraints) -> list[Option]:
     """Rank 0 solves with the links that all have measured; everyone gets its answer."""
     shapes = ways.meshes(cluster, min(world.size, MOST_TP), limits)
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
-             for size in (ways.SMALL, ways.LARGE)]  # fmt: skip
+             for size in (ways.SMALL, ways.LARGE)]
     lines = Lines(needs, cluster, world, device, late=())  # inside of blocks
     for _ in range(WARM_UP + LINK_ROUNDS):
         lines.round()

@@ -31,7 +31,7 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -47,13 +47,13 @@ def dtype_name(tensor: Tensor, name: str) -> str:
     """How files call the type of a tensor."""
     if tensor.dtype not in NAMES or tensor.layout != torch.strided:
         raise CheckpointError(f"{name} is {tensor.dtype}, {tensor.layout}", where="save",
-                              fix="files hold dense tensors of the usual types")  # fmt: skip
+                              fix="files hold dense tensors of the usual types")
     return NAMES[tensor.dtype]
 
 
 def damaged(what: str, where: Path | str) -> CheckpointError:
     return CheckpointError(f"damaged: {what}", where=str(where),
-                           fix="load another checkpoint, or another copy of this one")  # fmt: skip
+                           fix="load another checkpoint, or another copy of this one")
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class TensorFile:
             size = DTYPES[slot.dtype].itemsize if slot.dtype in DTYPES else 0
             if not size or begin != at or end - begin != math.prod(slot.shape) * size:
                 raise damaged(f"{name[:60]!a} is at {begin} to {end}, and what is before it ends "
-                              f"at {at}: {slot.dtype[:60]!a} {slot.shape}", self.path)  # fmt: skip
+                              f"at {at}: {slot.dtype[:60]!a} {slot.shape}", self.path)
             at = end
         if at != self.num_bytes - 8 - length:
             raise damaged(f"{self.num_bytes - 8 - length} bytes of tensors, not {at}", self.path)
@@ -158,7 +158,7 @@ class TensorFile:
         if begin == end:
             return torch.empty(slot.shape, dtype=dtype)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin,
-                               offset=self.begin + begin)  # fmt: skip
+                               offset=self.begin + begin)
         raw = raw.clone() if (self.begin + begin) % dtype.itemsize else raw
         return raw.view(dtype).view(slot.shape)
 

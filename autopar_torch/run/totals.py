@@ -25,7 +25,7 @@ class _Everyones(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, slots: list[int], speaks: list[bool], count: int,
-                world: World) -> Tensor:  # fmt: skip
+                world: World) -> Tensor:
         ctx.slots = slots
         every = own.new_zeros(count)
         every[slots] = own.where(torch.tensor(speaks, dtype=torch.bool, device=own.device), 0)
@@ -66,7 +66,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _total(each: Callable[[Tensor], Tensor],
-           join: Callable[[Tensor, int], Tensor]) -> Callable[..., Any]:  # fmt: skip
+           join: Callable[[Tensor, int], Tensor]) -> Callable[..., Any]:
     def answer(func: Any, x: Tensor, *dims: Any, **options: Any) -> Any:
         if dims or options or not isinstance(x, Sharded) or not x.spread.shape.numel():
             return NotImplemented
@@ -84,7 +84,7 @@ def _norm(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if order is None or (order == "fro" and not matrix):
         order = 2.0
     if matrix or more or not {"p", "ord"}.issuperset(kwargs) or isinstance(order, str) or (
-            not isinstance(x, Sharded)):  # fmt: skip
+            not isinstance(x, Sharded)):
         return NotImplemented
     return total_norm([x], float(order)).to(x.dtype)
 

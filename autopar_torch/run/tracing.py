@@ -24,7 +24,7 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
-           precision: Precision) -> Tracer:  # fmt: skip
+           precision: Precision) -> Tracer:
     full: dict[str, ParamInfo] = {}  # later the model holds parts of its parameters
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
@@ -33,10 +33,10 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
         full.update({name: info for name, info in now.items() if name not in full})
         known = {name: replace(full[name], trainable=info.trainable) for name, info in now.items()}
         with (untouched(device), modes_kept(model, training), torch.inference_mode(False),
-              torch.enable_grad()):  # fmt: skip
+              torch.enable_grad()):
             try:
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
-                             params=known, dtype=dtype)  # fmt: skip
+                             params=known, dtype=dtype)
             except Exception as error:
                 raise _told(error) from error.__cause__ or error
 

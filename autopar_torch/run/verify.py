@@ -37,7 +37,7 @@ MOST_BYTES = 2 * 2**30  # of the parameters of a block that is tried whole on ev
 FINE, COARSE = 3e-4, 0.1
 NOISE = 0.1  # of the largest gradient: others may cancel to nothing, as that of the bias of keys
 _DROPS = {"dropout": 1, "feature_dropout": 1, "alpha_dropout": 1, "native_dropout": 1,
-          "scaled_dot_product_attention": 4}  # argument that says how much is dropped  # fmt: skip
+          "scaled_dot_product_attention": 4}  # argument that says how much is dropped
 
 
 # --- against the rules ----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ _DROPS = {"dropout": 1, "feature_dropout": 1, "alpha_dropout": 1, "native_dropou
 def check(plan: Plan, traced: Traced) -> None:
     """Every sharding is one of its kind's, and neighbours agree on what they share."""
     used = {number for replica in plan.replicas for stage in replica.stages
-            for number in stage.shardings or () if number >= 0}  # fmt: skip
+            for number in stage.shardings or () if number >= 0}
     for number in sorted(used):
         check_sharding(traced.programs[plan.shardings[number].kind], plan.shardings[number])
     for r, replica in enumerate(plan.replicas):
@@ -67,13 +67,13 @@ def check(plan: Plan, traced: Traced) -> None:
 
 
 def _same(held: dict[tuple[object, str], str], key: tuple[object, str], text: str, block: str,
-          where: str) -> None:  # fmt: skip
+          where: str) -> None:
     """A value lies one way for all of a group, a parameter on its devices too."""
     if (first := held.setdefault(key, text)) != text:
         raise ShardingError(
             f"{key[1]} lies as {text} in {block}, and as {first} for others that share it",
             where=where, fix="leave the shardings out to have them found",
-        )  # fmt: skip
+        )
 
 
 # --- by running it --------------------------------------------------------------------------------
@@ -105,11 +105,11 @@ def probe(parallel: ParallelModel, call: Call, tensors: Sequence[Tensor]) -> Non
     everyone = parallel.world.gather(next(filter(None, found), ""))
     if told := next(filter(None, everyone), ""):
         raise ShardingError(told, where="Plan.shardings",
-                            fix="leave the shardings out to have them found")  # fmt: skip
+                            fix="leave the shardings out to have them found")
 
 
 def _trials(parallel: ParallelModel, program: Program, call: Call,
-            tensors: Sequence[Tensor]) -> Iterator[_Trial]:  # fmt: skip
+            tensors: Sequence[Tensor]) -> Iterator[_Trial]:
     """Each sharding of each stage of this rank once, in one order on all ranks of the stage."""
     here = [t.to(parallel.device) for t in tensors]
     rows = min(ROWS, call.num_rows)
@@ -118,13 +118,13 @@ def _trials(parallel: ParallelModel, program: Program, call: Call,
     graph = program.traced.graph
     for _, runner in sorted(program.stages.items()):
         blocks = {runner.stage.sharding(b): graph.blocks[b]
-                  for b in reversed(range(runner.first, runner.last))}  # fmt: skip
+                  for b in reversed(range(runner.first, runner.last))}
         for number, block in sorted(blocks.items()):
             size = sum(info.num_bytes() for info in graph.kinds[block.kind].params.values())
             if number >= 0 and size <= MOST_BYTES:
                 yield _Trial(block, parallel.plan.shardings[number], runner.axes,
                              {slot: context[name] for slot, name in block.context.items()},
-                             rows, parallel.device)  # fmt: skip
+                             rows, parallel.device)
 
 
 def _compared(trial: _Trial, graph: fx.Graph) -> str:
@@ -132,7 +132,7 @@ def _compared(trial: _Trial, graph: fx.Graph) -> str:
     calm = _calm(graph)
     infos = {node.name: node.meta["info"] for node in calm.find_nodes(op="placeholder")}
     given = {n: trial.context[n] if n in trial.context else _random(n, info, trial)
-             for n, info in infos.items()}  # fmt: skip
+             for n, info in infos.items()}
     try:
         whole, own = _ran(calm, given, trial, None), _ran(calm, given, trial, trial.sharding)
     except RuntimeError as error:
@@ -151,7 +151,7 @@ def _named(trial: _Trial) -> str:
 
 
 def _ran(graph: fx.Graph, given: dict[str, Any], trial: _Trial,
-         sharding: Sharding | None) -> dict[str, Tensor]:  # fmt: skip
+         sharding: Sharding | None) -> dict[str, Tensor]:
     """Outputs and gradients of a program, brought together to whole ones where it is split."""
     axes = trial.axes if sharding else ()
     plain: Layouts = (WHOLE,) * len(axes)
@@ -165,7 +165,7 @@ def _ran(graph: fx.Graph, given: dict[str, Any], trial: _Trial,
 
     args = {n: x if n in trial.context
             else moved(x, plain, form(n).value).clone().requires_grad_(x.requires_grad)
-            for n, x in given.items()}  # fmt: skip
+            for n, x in given.items()}
     for one in generators(trial.device):  # what else is random draws the same in both programs
         one.manual_seed(0)
     results = lower(graph, sharding, axes, rows=trial.rows, device=trial.device)(*args.values())

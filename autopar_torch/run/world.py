@@ -47,7 +47,7 @@ def _join() -> None:
     store = meet(rank, size)
     with ending.opening():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                timeout=datetime.timedelta(seconds=TIMEOUT_S))  # fmt: skip
+                                timeout=datetime.timedelta(seconds=TIMEOUT_S))
     atexit.register(_leave, dist.group.WORLD)
 
 
@@ -147,7 +147,7 @@ class World:
             for start in range(0, self.size - math.prod(mesh) + 1, math.prod(mesh)):
                 stage = _neighbours(mesh, start)
                 self.make_groups(axis_ranks(stage, rank, axis) for rank in stage.devices
-                                 for axis in range(len(mesh)))  # fmt: skip
+                                 for axis in range(len(mesh)))
 
     def mesh_axes(self, mesh: tuple[int, ...]) -> list[Axis] | None:
         """This rank's axes on a mesh of neighbours; None where they are too few."""
@@ -204,13 +204,13 @@ class World:
     def together(self, error: Exception | None) -> None:
         """Raise on every rank what went wrong on any, before anyone waits for the others."""
         own = error if isinstance(error, AutoparError) else RunError(
-            f"{type(error).__name__}: {error}")  # fmt: skip
+            f"{type(error).__name__}: {error}")
         said = (type(own).__name__, own.what, own.where, own.fix) if error else None
         for rank, data in enumerate(self.exchange(files.encode(said))):
             if told := json.loads(data):
                 kind, what, where, fix = told
                 raise error or vars(errors).get(kind, RunError)(
-                    f"rank {rank} refused to go on: {what}", where=where, fix=fix)  # fmt: skip
+                    f"rank {rank} refused to go on: {what}", where=where, fix=fix)
 
     def jointly(self, act: Callable[[], T]) -> T:
         """What `act` makes here, or what went wrong with it on any rank, on every rank."""

@@ -71,12 +71,12 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
         rules = ", ".join(f"{n} by {rule}" for rule, n in self.discarded.items())
         proof = "proven fastest" if not self.gap else f"stopped early, gap at most {self.gap:.1%}"
         return (f"{proof}: {self.considered} candidates, {rules or 'none discarded'}, "
-                f"{self.priced} priced")  # fmt: skip
+                f"{self.priced} priced")
 
 
 def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
            limits: Constraints | None = None, *, exhaustive: bool = False,
-           time_limit_s: float = 0.0, kept: int = KEPT) -> Result:  # fmt: skip
+           time_limit_s: float = 0.0, kept: int = KEPT) -> Result:
     """The fastest plan that fits; with `exhaustive` by looking at every one."""
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
@@ -86,7 +86,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
         raise SearchError(
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
             where="constraints", fix="leave tp, pp, dp, zero, schedule or num_micro_batches open",
-        )  # fmt: skip
+        )
     capacity = limits.room(cluster)
     hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
@@ -97,9 +97,9 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
                        bucket_bytes=tables.bucket_bytes(f.candidate),
                        grad_dtype=limits.grad_dtype), f.step_s, f.memory_bytes)
         for f in hunt.best
-    )  # fmt: skip
+    )
     return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
-                  time.perf_counter() - start)  # fmt: skip
+                  time.perf_counter() - start)
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,7 +159,7 @@ class _Hunt:
     """The state of one search."""
 
     def __init__(self, tables: Tables, found: Candidates, num_rows: int, capacity: float,
-                 kept: int, exhaustive: bool) -> None:  # fmt: skip
+                 kept: int, exhaustive: bool) -> None:
         self.tables, self.found, self.num_rows = tables, found, num_rows
         self.capacity, self.kept = capacity, kept
         self.bounded = Bounded(found, tables, num_rows, np.inf if exhaustive else capacity)

@@ -31,7 +31,7 @@ def free_cuts(seconds: Array, num_stages: int) -> FreeCuts:
 
 
 def cuts(seconds: Array, num_stages: int, fits: Fits,
-         free: Callable[[], FreeCuts]) -> Iterator[tuple[int, ...]]:  # fmt: skip
+         free: Callable[[], FreeCuts]) -> Iterator[tuple[int, ...]]:
     """Borders worth evaluating: all of them if they are few, else the best-balanced that fit.
 
     Where the cut that is best if memory is no concern fits, nothing is better.
@@ -52,7 +52,7 @@ def cuts(seconds: Array, num_stages: int, fits: Fits,
 
 
 def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = None,
-                        least: float = 0.0) -> tuple[int, ...] | None:  # fmt: skip
+                        least: float = 0.0) -> tuple[int, ...] | None:
     """Stages that all fit, whose slowest is as quick as can be; None if they never fit. Where it is
     known that it takes `least`, the search begins there.
 
@@ -73,7 +73,7 @@ def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = Non
 
 
 def fill(ends: Sequence[float], num_stages: int, limit: float,
-         fits: Fits | None) -> tuple[tuple[int, ...] | None, float]:  # fmt: skip
+         fits: Fits | None) -> tuple[tuple[int, ...] | None, float]:
     """Each stage as long as the limit and the memory allow, but leaving a block for each later; and
     the next limit at which this comes out otherwise."""
     count, following = len(ends) - 1, math.inf

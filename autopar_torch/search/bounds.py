@@ -34,17 +34,17 @@ class _Space:
 
     COLUMNS = ("option", "pp", "dp", "count", "virtual", "zero", "recompute", "schedule", "rows",
                "size", "split", "hurries", "counts", "costs", "added", "added_most", "common",
-               "held")  # fmt: skip
+               "held")
 
     def __init__(self, found: Candidates, tables: Tables, num_rows: int) -> None:
         self.found, self.tables = found, tables
         (self.option, self.pp, self.dp, self.count, self.schedule, self.virtual, self.zero,
-         self.recompute) = np.ascontiguousarray(found.rows.T)  # fmt: skip
+         self.recompute) = np.ascontiguousarray(found.rows.T)
         self.rows = -(-num_rows // (self.dp * self.count))
         self.size = np.unique(self.rows, return_inverse=True)[1].reshape(-1)  # which of the rows
         self.split = self.schedule == SCHEDULES.index("zero_bubble")
         self.hurries = ((self.schedule == SCHEDULES.index("1f1b")) & (self.pp > 1)
-                        & (self.recompute == 0))  # fmt: skip
+                        & (self.recompute == 0))
         self.programs = max(len(keys) for keys, _ in tables.programs)
         counts = self.per_option(lambda o: np.bincount(tables.programs[o][1]))
         self.counts = counts.take(self.option, 1)
@@ -90,7 +90,7 @@ class _Space:
         table = np.zeros((6, self.programs, len(first)))
         for row, i in enumerate(first):
             own = self.tables.columns(int(self.option[i]), int(self.rows[i]),
-                                      bool(self.recompute[i]))  # fmt: skip
+                                      bool(self.recompute[i]))
             table[:, : len(own), row] = own.T[:6]
         costs = table.take(which, 2)
         costs[: INPUT + 1] += self._gathers()
@@ -106,7 +106,7 @@ class _Space:
             if self.zero[i] == 3 and self.dp[i] > 1:
                 curve = self.team("gather", int(i))
                 table[:, row] = [curve.seconds(size) + meet_s if size else 0.0
-                                 for size in leaf[:, self.option[i]]]  # fmt: skip
+                                 for size in leaf[:, self.option[i]]]
         return table.take(which, 1)
 
     def _held(self) -> Array:
@@ -148,7 +148,7 @@ class Bounded:
     whom they may concern."""
 
     def __init__(self, candidates: Candidates, tables: Tables, num_rows: int,
-                 capacity: float) -> None:  # fmt: skip
+                 capacity: float) -> None:
         self.space, self.capacity = _Space(candidates, tables, num_rows), capacity
         self.outside, self.bucket = _outside(self.space)
         self.memory_bytes = np.full(len(candidates), np.inf)  # of those who were looked at
@@ -161,7 +161,7 @@ class Bounded:
         p, m, split, forward = space.pp, space.count, space.split, space.costs[FORWARD]
         work = forward + space.backward() + space.added
         total, ahead, early = ((space.counts * part).sum(axis=0)
-                               for part in (work, forward, space.early()))  # fmt: skip
+                               for part in (work, forward, space.early()))
         phi = _ratio(forward, work, (space.counts > 0) & (work > 0)).max(axis=0)
         first = np.where(space.schedule == SCHEDULES.index("gpipe"), 1, np.minimum(m, p))
         left = m - np.where(split, first, first - 1) * phi - ~split
@@ -181,7 +181,7 @@ class Bounded:
 
 
 def bounds(candidates: Candidates, tables: Tables, num_rows: int,
-           capacity: float = np.inf) -> Bounds:  # fmt: skip
+           capacity: float = np.inf) -> Bounds:
     """Both bounds of every candidate; the proofs are with `_pipeline` and `_memory`. Candidates
     that cannot fit are not looked at any further."""
     found = Bounded(candidates, tables, num_rows, capacity)
@@ -232,7 +232,7 @@ def _pipeline(space: _Space, bucket: Array) -> Array:
     name = space.schedule
     early = (counts * space.early()).sum(axis=0)
     base = np.where(split, ahead + there,
-                    np.where(space.hurries, ahead + early, total) + there + back)  # fmt: skip
+                    np.where(space.hurries, ahead + early, total) + there + back)
     factor, first = _spread(space, phi, iota)
     longest = _slowest(space, work) + extra
     followed = np.maximum(total * factor, longest * np.maximum(first, 0.0))
@@ -333,7 +333,7 @@ def _messages(space: _Space) -> tuple[Array, Array]:
     found = np.zeros((len(first), 2))
     known: dict[tuple[int, tuple[float, ...]], list[float]] = {}
     rows = zip(space.option[first].tolist(), space.rows[first].tolist(), space.pp[first].tolist(),
-               strict=True)  # fmt: skip
+               strict=True)
     for row, (option, num_rows, p) in enumerate(rows):
         sizes = tables.least_sends(option, num_rows)
         for curve, after_stages in tables.hops(tables.options[option].degree, p, p):

@@ -58,12 +58,12 @@ class Pricer:
         if c.schedule == "1f1b" and c.recompute:  # see `Plan.whole`
             work[_INPUT], work[_WEIGHT] = work[_BACKWARD], 0.0
         self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
-                                         else work[_BACKWARD])  # fmt: skip
+                                         else work[_BACKWARD])
         self.work = np.zeros((4, work.shape[1] + 1))
         np.cumsum(work, axis=1, out=self.work[:, 1:])
         ahead = tables.sends(c.option, self.rows)[0]
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
-                         (c.dp, c.pp, c.zero) if c.zero >= 2 else None)  # fmt: skip
+                         (c.dp, c.pp, c.zero) if c.zero >= 2 else None)
         self.bucket = tables.bucket_bytes(c)
         self.op = "scatter" if c.zero else "sum"
         self.programs = tables.programs[c.option][1]
@@ -71,7 +71,7 @@ class Pricer:
         self._weighed: dict[tuple[int, ...], tuple[Parts, int, float]] = {}
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket,
-                             tables.halved)  # fmt: skip
+                             tables.halved)
         self.closing = after(tables, c)
         self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 
@@ -157,7 +157,7 @@ class Pricer:
         if c.zero in (1, 2):
             curve = self.tables.curve("gather", 0, c.pp * self.tp, c.dp)
             seconds = [s + curve.seconds(size) + size * over.fill_s_per_byte
-                       for s, size in zip(seconds, leaf, strict=True)]  # fmt: skip
+                       for s, size in zip(seconds, leaf, strict=True)]
         return seconds
 
     def outside_of(self, borders: tuple[int, ...]) -> float:
@@ -224,7 +224,7 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
     seconds = np.array(known)[which]
     return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
                            input=blocks.input + seconds,
-                           working=leaf + np.maximum(leaf, blocks.working))  # fmt: skip
+                           working=leaf + np.maximum(leaf, blocks.working))
 
 
 def after(tables: Tables, c: Candidate) -> Callable[[float], float]:

@@ -36,7 +36,7 @@ def line(choice: Choice | Outcome, best_s: float) -> str:
     """A plan with its figures beside the best."""
     slower = choice.step_s / best_s - 1
     return (f"{choice.step_s * 1e3:9.2f} ms  {choice.memory_bytes / MIB:9.1f} MiB  "
-            f"{f'{slower:+.1%}' if slower else 'best':>8}  {short(choice.plan)}")  # fmt: skip
+            f"{f'{slower:+.1%}' if slower else 'best':>8}  {short(choice.plan)}")
 
 
 def summary(found: Outcome, num_others: int = 4) -> str:

@@ -24,7 +24,7 @@ class Memory:
 
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
                  fixed_bytes: float, copies: bool, bucket: float,
-                 halved: bool = False) -> None:  # fmt: skip
+                 halved: bool = False) -> None:
         self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
         self.lasting = lasting(c.zero, c.dp, params, copies)
         self.states = STATES * params.trained / (c.dp if c.zero else 1)
@@ -70,7 +70,7 @@ class Memory:
         """What the bytes of `peak` are made of."""
         found = {"fixed": self.fixed}
         for name, column in (("parameters", self.lasting - self.states),
-                             ("optimizer", self.states)):  # fmt: skip
+                             ("optimizer", self.states)):
             found[name] = float(sum(column[a:b].sum() for a, b in stages))
         rest = self.peak(position, stages) - sum(found.values())
         trained = sum(self.trained[b] - self.trained[a] for a, b in stages)
@@ -80,7 +80,7 @@ class Memory:
             return found | {"gradients": trained, "messages": rest - trained}
         grads = sum(self.stays[b] - self.stays[a] for a, b in stages) if self.again else 0.0
         return found | {"gradients": grads, "activations": running,
-                        "working": rest - grads - running}  # fmt: skip
+                        "working": rest - grads - running}
 
 
 def lasting(zero: int | Ints, dp: int | Ints, params: Params, copies: bool) -> Array:

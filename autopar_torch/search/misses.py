@@ -14,11 +14,11 @@ GIB = 2**30
 
 
 def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity: float,
-                 limits: Constraints) -> SearchError:  # fmt: skip
+                 limits: Constraints) -> SearchError:
     """The error, with the nearest miss by category of memory."""
     parts = memory_parts(Pricer(tables, near.candidate, num_rows), near.borders)
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in
-                       sorted(parts.items(), key=lambda item: -item[1]) if size)  # fmt: skip
+                       sorted(parts.items(), key=lambda item: -item[1]) if size)
     return SearchError(
         f"no plan fits into {capacity / GIB:.2f} GiB per device, for {num_rows} rows on "
         f"{tables.cluster.num_devices} devices\n  nearest: {words(tables, near.candidate)} needs "
@@ -45,11 +45,11 @@ def words(tables: Tables, c: Candidate) -> str:
 
 
 def _ways_out(tables: Tables, near: Found, num_rows: int, capacity: float, limits: Constraints,
-              parts: dict[str, float]) -> list[str]:  # fmt: skip
+              parts: dict[str, float]) -> list[str]:
     """Three of them, the cheapest first."""
     ways = []
     pinned = [name for name in ("tp", "pp", "dp", "zero", "num_micro_batches", "recompute",
-                                "schedule") if getattr(limits, name) is not None]  # fmt: skip
+                                "schedule") if getattr(limits, name) is not None]
     if pinned:
         ways.append(f"leave {', '.join(pinned)} open")
     if limits.precision == "float32":

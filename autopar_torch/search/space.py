@@ -113,7 +113,7 @@ class Candidates(Sequence[Candidate]):
 
 
 def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, num_rows: int,
-               limits: Constraints) -> Candidates:  # fmt: skip
+               limits: Constraints) -> Candidates:
     """Everything that fits the number of devices, blocks and rows."""
     coupled = bool(graph.coupled or graph.writes)
     heads: list[tuple[int, ...]] = []
@@ -131,7 +131,7 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
 
 
 def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
-           limits: Constraints) -> Iterator[tuple[int, ...]]:  # fmt: skip
+           limits: Constraints) -> Iterator[tuple[int, ...]]:
     """Micro-batches and schedules of one shape."""
     for count in [1] if coupled else _counts(dp, num_rows):
         if _allows(limits.num_micro_batches, count):
@@ -164,7 +164,7 @@ def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int
 
 
 def _schedules(pp: int, count: int, num_blocks: int,
-               limits: Constraints) -> Iterator[tuple[ScheduleName, int]]:  # fmt: skip
+               limits: Constraints) -> Iterator[tuple[ScheduleName, int]]:
     if pp == 1:
         yield "1f1b", 1
         return
@@ -191,7 +191,7 @@ def _allows(pinned: object, value: object) -> bool:
 def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
             precision: Precision = "float32", reason: str = "found by search",
             bucket_bytes: int = BUCKET_BYTES,
-            grad_dtype: Precision = "float32") -> Plan:  # fmt: skip
+            grad_dtype: Precision = "float32") -> Plan:
     """The candidate written out: devices of a tensor group are neighbours, then stages."""
     option = options[candidate.option]
     tp, pp = option.degree, candidate.pp
@@ -212,7 +212,7 @@ def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Opti
     return Plan(
         replicas, candidate.schedule, candidate.zero, precision, tuple(table), reason, bucket_bytes,
         grad_dtype,
-    )  # fmt: skip
+    )
 
 
 def _numbered(option: Option) -> tuple[list[Sharding], list[int]]:

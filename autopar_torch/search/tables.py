@@ -64,7 +64,7 @@ class Tables:
 
     def __init__(self, options: Sequence[Option], graph: ModelGraph, profile: Lookup,
                  precision: Precision = "float32",
-                 grad_dtype: Precision = "float32") -> None:  # fmt: skip
+                 grad_dtype: Precision = "float32") -> None:
         self.options, self.graph, self.profile = options, graph, profile
         self.precision = precision
         self.halved = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
@@ -172,7 +172,7 @@ class Tables:
             self._columns[key] = np.array([
                 _column(self.piece(*program, rows, recompute))
                 for program in self.programs[option][0]
-            ])  # fmt: skip
+            ])
         return self._columns[key]
 
     def piece(self, kind: str, own: str, rows: int, recompute: bool) -> Piece:
@@ -232,7 +232,7 @@ class Tables:
         """Per block: its parameters that others use too."""
         users = Counter(name for block in self.graph.blocks for name in block.params.values())
         return [[name for name in block.params.values() if users[name] > 1]
-                for block in self.graph.blocks]  # fmt: skip
+                for block in self.graph.blocks]
 
     def sends(self, option: int, rows: int) -> tuple[Array, Array]:
         """Per border: bytes forward, bytes of gradients backward, per device."""
@@ -241,7 +241,7 @@ class Tables:
             kinds, which = self._borders(option)
             sizes = [(sum(i.num_bytes(rows) / cut for i, cut in kind),
                       sum(i.num_bytes(rows) / cut for i, cut in kind if i.grad))
-                     for kind in kinds]  # fmt: skip
+                     for kind in kinds]
             ahead, back = np.array(sizes, dtype=float)[which].T
             self._sends[key] = ahead, back
         return self._sends[key]
@@ -251,7 +251,7 @@ class Tables:
         key = (option, rows)
         if key not in self._least_sends:
             self._least_sends[key] = tuple(float(sizes[1:-1].min(initial=np.inf))
-                                           for sizes in self.sends(*key))  # fmt: skip
+                                           for sizes in self.sends(*key))
         return self._least_sends[key]
 
     def _borders(self, option: int) -> tuple[list[Crossing], NDArray[np.int64]]:
@@ -260,7 +260,7 @@ class Tables:
             found: dict[Crossing, int] = {}
             which = [found.setdefault(tuple((info, self._cut(option, value))
                                             for value, info in values.items()), len(found))
-                     for values in self._crossings]  # fmt: skip
+                     for values in self._crossings]
             self._crossing[option] = list(found), np.array(which)
         return self._crossing[option]
 
@@ -275,7 +275,7 @@ class Tables:
     @cached_property
     def _makers(self) -> dict[str, tuple[int, str]]:
         return {value: (i, slot) for i, block in enumerate(self.graph.blocks)
-                for slot, value in block.outputs.items()}  # fmt: skip
+                for slot, value in block.outputs.items()}
 
     def _cut(self, option: int, value: str) -> int:
         """Parts that a value lies in, where it is made."""

@@ -38,11 +38,11 @@ class Case:
         """The same search with something changed."""
         changed = msgspec.structs.replace(self.limits, **limits)
         return search(self.graph, self.options, lookup(profile or self.profile),
-                      num_rows or self.num_rows, changed)  # fmt: skip
+                      num_rows or self.num_rows, changed)
 
     def pricer(self, plan: Plan) -> tuple[Pricer, tuple[int, ...]]:
         tables = Tables(self.options, self.graph, lookup(self.profile), plan.precision,
-                        plan.grad_dtype)  # fmt: skip
+                        plan.grad_dtype)
         found, borders = candidate_of(plan, self.options)
         return Pricer(tables, found, self.num_rows), borders
 
@@ -55,14 +55,14 @@ def candidate_of(plan: Plan, options: Sequence[Option]) -> tuple[Candidate, tupl
     index = next((i for i, option in enumerate(options) if option.mesh == mesh), None)
     alike = all(r.num_micro_batches == replica.num_micro_batches
                 and [s.blocks for s in r.stages] == [s.blocks for s in stages]
-                for r in plan.replicas) and len({s.recompute for s in stages}) == 1  # fmt: skip
+                for r in plan.replicas) and len({s.recompute for s in stages}) == 1
     alike = alike and (len(stages) == pp or plan.schedule == "interleaved")
     if index is None or not alike or any(s.blocks is None for s in stages):
         raise SearchError("only plans of equal replicas, with borders, are compared part by part",
-                          where="Plan.replicas", fix="use autopar_torch.simulate")  # fmt: skip
+                          where="Plan.replicas", fix="use autopar_torch.simulate")
     borders = (0, *((s.blocks or (0, 0))[1] for s in stages))
     return Candidate(index, pp, len(plan.replicas), replica.num_micro_batches, plan.schedule,
-                     len(stages) // pp, plan.zero, stages[0].recompute), borders  # fmt: skip
+                     len(stages) // pp, plan.zero, stages[0].recompute), borders
 
 
 def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
@@ -80,7 +80,7 @@ def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
         "waiting in the pipeline": max(stops) - busy,
         "gradient sums": summed - max(stops), "gathers and update": outside,
         "waiting for the core": found.step_s - outside - summed,
-    }  # fmt: skip
+    }
 
 
 def _exchanged(pricer: Pricer, stages: Sequence[tuple[int, int]]) -> float:
@@ -101,7 +101,7 @@ def against(case: Case, plan: Plan, best: Plan) -> list[str]:
     rows = []
     (own, cut), (other, best_cut) = case.pricer(plan), case.pricer(best)
     tables = (("ms", 1e3, time_parts(own, cut), time_parts(other, best_cut)),
-              ("GiB", 1 / GIB, memory_parts(own, cut), memory_parts(other, best_cut)))  # fmt: skip
+              ("GiB", 1 / GIB, memory_parts(own, cut), memory_parts(other, best_cut)))
     for unit, scale, mine, its in tables:
         rows.append(f"{unit:>28}      this      best  difference")
         for name in dict.fromkeys((*mine, *its, "all")):
@@ -118,7 +118,7 @@ def why(case: Case, best: Choice) -> list[str]:
         rows.append(f"  {name:<28} {seconds * 1e3:9.2f} ms  {seconds / best.step_s:6.1%}")
     rows += ["the fullest device holds:"]
     rows += [f"  {name:<28} {size / GIB:9.2f} GiB"
-             for name, size in memory_parts(pricer, borders).items()]  # fmt: skip
+             for name, size in memory_parts(pricer, borders).items()]
     rows += ["how blocks are split:", *_splits(pricer)]
     rows += ["with one choice made otherwise, the rest chosen again:", *_otherwise(case, best)]
     return [*rows, "what would change the plan:", *_changes(case, best)]
@@ -131,7 +131,7 @@ def _splits(pricer: Pricer) -> Iterator[str]:
     for number, (kind, key) in enumerate(programs):
         blocks = [i for i, n in enumerate(which) if n == number]
         sharding, piece = option.shardings[blocks[0]], pricer.tables.profile.piece(
-            kind, key, pricer.rows)  # fmt: skip
+            kind, key, pricer.rows)
         name = f"  {kind} x {len(blocks)}: "
         if sharding is None:
             yield name + "whole, as no tensor group is used"
@@ -140,7 +140,7 @@ def _splits(pricer: Pricer) -> Iterator[str]:
         comm = piece.comm_forward_s + piece.comm_backward_s
         whole = comm + piece.forward_s + piece.backward_s
         yield (f"{name}{split} of {len(sharding.ops)} ops shared by {option.degree} devices, "
-               f"{comm / whole if whole else 0.0:.1%} of its time is exchange")  # fmt: skip
+               f"{comm / whole if whole else 0.0:.1%} of its time is exchange")
 
 
 def _otherwise(case: Case, best: Choice) -> Iterator[str]:
@@ -150,7 +150,7 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
     near: dict[str, tuple[int, list[Any]]] = {
             "tp": (tp, [tp // 2, tp * 2]), "pp": (c.pp, [c.pp // 2, c.pp * 2]),
             "dp": (c.dp, [c.dp // 2, c.dp * 2]), "zero": (c.zero, [0, 1, 2, 3]),
-            "recompute": (c.recompute, [not c.recompute])}  # fmt: skip
+            "recompute": (c.recompute, [not c.recompute])}
     for name, (own, others) in near.items():
         if getattr(case.limits, name) is not None:
             yield f"  {name}={own}: was asked for"
@@ -171,7 +171,7 @@ def _changes(case: Case, best: Choice) -> Iterator[str]:
 
     def network(factor: float) -> dict[str, Any]:
         link = msgspec.structs.replace(
-            cluster.across, bytes_per_s=cluster.across.bytes_per_s * factor)  # fmt: skip
+            cluster.across, bytes_per_s=cluster.across.bytes_per_s * factor)
         changed = msgspec.structs.replace(cluster, across=link)
         return {"profile": msgspec.structs.replace(case.profile, cluster=changed)}
 
@@ -179,7 +179,7 @@ def _changes(case: Case, best: Choice) -> Iterator[str]:
         "twice the memory": {"memory_bytes": 2 * memory},
         "half the memory": {"memory_bytes": memory // 2},
         "twice the batch": {"num_rows": 2 * case.num_rows},
-    }  # fmt: skip
+    }
     if case.profile.assumed and len(cluster.nodes) > 1:
         asked |= {"a network twice as fast": network(2.0), "a network half as fast": network(0.5)}
     for name, change in asked.items():

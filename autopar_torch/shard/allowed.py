@@ -30,7 +30,7 @@ class _Check:
         self.graph, self.sharding, self.mesh = graph, sharding, sharding.mesh
         self.prices = Prices(links=(LOOPBACK,) * len(self.mesh))
         self.legal = {node: combine(node, options, self.mesh)
-                      for node, options in all_strategies(graph, self.mesh).items()}  # fmt: skip
+                      for node, options in all_strategies(graph, self.mesh).items()}
         self._names("ops", sharding.ops, [node.name for node in self.legal])
         self.chosen = {node: self._choice(node, found) for node, found in self.legal.items()}
         self.outputs = list(enumerate(cast(Any, graph.find_nodes(op="output")[0].args[0])))
@@ -52,7 +52,7 @@ class _Check:
             what, where=f"Plan.shardings[kind={self.sharding.kind}].{room}",
             fix=f"legal are {', '.join(few[:SHOWN])}{more}" if few
             else "leave the shardings out to have them found",
-        )  # fmt: skip
+        )
 
     def _names(self, room: str, given: Collection[str], wanted: Collection[str]) -> None:
         if missing := sorted(set(wanted) - set(given)):
@@ -117,7 +117,7 @@ class _Check:
             self._convert(node.name, info, have, want)
 
     def _convert(self, name: str, info: TensorInfo | tuple[TensorInfo, ...], have: Forms,
-                 want: Forms) -> None:  # fmt: skip
+                 want: Forms) -> None:
         if isinstance(info, tuple):
             steps, possible = [], have.value == want.value
         else:

@@ -40,7 +40,7 @@ def atoms(boxes_of: Mapping[int, Sequence[Box]]) -> list[Atom]:
 
 
 def _with(cells: Sequence[tuple[Box, tuple[int, ...]]], box: Box,
-          ranks: tuple[int, ...]) -> Iterator[tuple[Box, tuple[int, ...]]]:  # fmt: skip
+          ranks: tuple[int, ...]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """The disjoint cells once these ranks have a box too."""
     rest = [box]
     for cell, holders in cells:
@@ -72,7 +72,7 @@ def without(box: Box, hole: Box) -> list[Box]:
         for a, b in ((offsets[dim], start), (start + size, offsets[dim] + sizes[dim])):
             if b > a:
                 found.append(((*offsets[:dim], a, *offsets[dim + 1 :]),
-                              (*sizes[:dim], b - a, *sizes[dim + 1 :])))  # fmt: skip
+                              (*sizes[:dim], b - a, *sizes[dim + 1 :])))
         offsets = (*offsets[:dim], start, *offsets[dim + 1 :])
         sizes = (*sizes[:dim], size, *sizes[dim + 1 :])
     return found

@@ -57,7 +57,7 @@ def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         dist.all_to_all_single(out, sent, group=axis.group)
         return list(out.unbind(0))
     got = [p if j == axis.index else torch.empty_like(p, memory_format=torch.contiguous_format)
-           for j, p in enumerate(pieces)]  # fmt: skip
+           for j, p in enumerate(pieces)]
     arrive(start_exchange(pieces, got, axis))
     return got
 
@@ -87,7 +87,7 @@ def start_scatter(rows: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
 
 
 def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]],
-                   axis: Axis, tagged: bool = False) -> list[Any]:  # fmt: skip
+                   axis: Axis, tagged: bool = False) -> list[Any]:
     """Messages to and from places of an axis, under way.
 
     `tagged`: what is k-th here is k-th there, so that one pair may have several on the way.
@@ -98,16 +98,16 @@ def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tenso
         ops += [dist.P2POp(dist.isend, x, rank, axis.group) for x, rank in sent]
         return list(dist.batch_isend_irecv(ops)) if ops else []
     works: list[Any] = [dist.irecv(x, axis.ranks[j], axis.group, tag=k * tagged)
-                        for k, (x, j) in enumerate(into, 1)]  # fmt: skip
+                        for k, (x, j) in enumerate(into, 1)]
     return works + [dist.isend(x, rank, axis.group, tag=k * tagged)
-                    for k, (x, rank) in enumerate(sent, 1)]  # fmt: skip
+                    for k, (x, rank) in enumerate(sent, 1)]
 
 
 def start_sum(x: Tensor, axis: Axis) -> list[Any]:
     """An all-reduce under way. Gloo has two threads: a long one is quicker as two halves."""
     halves = dist.get_backend(axis.group) == "gloo" and x.numel() >= _LONG
     return [dist.all_reduce(piece, group=axis.group, async_op=True)
-            for piece in x.view(-1).chunk(1 + halves)]  # fmt: skip
+            for piece in x.view(-1).chunk(1 + halves)]
 
 
 def reduce_scatter(x: Tensor, target: Cut, axis: Axis) -> Tensor:
@@ -153,7 +153,7 @@ def _deliver(out: dict[int, Tensor], into: dict[int, Tensor], axis: Axis) -> Non
     """Send and receive views by place; what a rank has for itself is copied."""
     own, target = out.pop(axis.index, None), into.pop(axis.index, None)
     got = {j: torch.empty_like(view, memory_format=torch.contiguous_format)
-           for j, view in into.items()}  # fmt: skip
+           for j, view in into.items()}
     works = start_messages([(x, j) for j, x in out.items()], [(x, j) for j, x in got.items()], axis)
     if own is not None and target is not None:
         target.copy_(own)
@@ -270,10 +270,10 @@ class VocabCrossEntropy(nn.Module):
         self.owner, self.ignore_index = owner, ignore_index
 
     def forward(self, logits: Tensor, target: Tensor, denominator: Tensor | None,
-                overwrite: bool = False) -> Tensor:  # fmt: skip
+                overwrite: bool = False) -> Tensor:
         start = self.owner.start(logits.shape[1])
         total = sum_cross_entropy(logits, target, self.ignore_index, start, self.owner.reduce,
-                                  overwrite)  # fmt: skip
+                                  overwrite)
         return total if denominator is None else total / denominator
 
 
@@ -282,7 +282,7 @@ class _SyncNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
-                axis: Axis) -> tuple[Tensor, ...]:  # fmt: skip
+                axis: Axis) -> tuple[Tensor, ...]:
         dims = [d for d in range(x.dim()) if d != 1]
         count = x.new_tensor([x.numel() / x.shape[1]])
         sums = torch.cat([x.sum(dims), count])
@@ -322,7 +322,7 @@ class SyncBatchNorm(nn.Module):
         self.axis, self.momentum, self.eps = axis, momentum, eps
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-                running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:  # fmt: skip
+                running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:
         weight = x.new_ones(x.shape[1]) if weight is None else weight
         bias = x.new_zeros(x.shape[1]) if bias is None else bias
         wide = torch.promote_types(x.dtype, torch.float32)  # squares of bfloat16 are too coarse

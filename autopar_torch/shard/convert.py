@@ -31,7 +31,7 @@ class Conversions(NamedTuple):
         return np.array([self.place[x] for x in layouts], np.intp)
 
     def seconds(self, sources: Iterable[Layouts], targets: Iterable[Layouts],
-                num_bytes: float) -> Array:  # fmt: skip
+                num_bytes: float) -> Array:
         """A table over sources and targets, of a value of so many bytes when whole."""
         pairs = np.ix_(self.places(sources), self.places(targets))
         return self.start_s[pairs] + self.s_per_byte[pairs] * num_bytes
@@ -65,7 +65,7 @@ def _step(move: Move, parts: int, prices: Prices) -> tuple[float, float]:
     """From one layout to another, by way of a third where it must."""
     stops = [move.source, detour(move.source, move.target), move.target]
     costs = [move_price(Move(move.axis, a, b), parts, prices)
-             for a, b in itertools.pairwise(stops) if a != b]  # fmt: skip
+             for a, b in itertools.pairwise(stops) if a != b]
     return sum(start for start, _ in costs), sum(rate for _, rate in costs)
 
 

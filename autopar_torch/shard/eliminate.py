@@ -48,7 +48,7 @@ def _sum(axes: Sequence[Variable], sizes: dict[Variable, int], tables: Iterable[
 
 
 def eliminate(sizes: dict[Variable, int], tables: Iterable[Table],
-              keep: Sequence[Variable] = ()) -> Solution:  # fmt: skip
+              keep: Sequence[Variable] = ()) -> Solution:
     """Minimise over every variable that is not kept. Ties go to the lowest index, in any process.
 
     Exact because min over x of (f(x, a) + g(b)) = (min over x of f(x, a)) + g(b): each step

@@ -35,7 +35,7 @@ class _Estimate:
             return {}
         return {node: next(c for c in combine(node, options, self.mesh)
                            if c.text == self.sharding.ops[node.name])
-                for node, options in all_strategies(self.graph, self.mesh).items()}  # fmt: skip
+                for node, options in all_strategies(self.graph, self.mesh).items()}
 
     def run(self) -> Piece:
         for node in self.graph.nodes:
@@ -48,7 +48,7 @@ class _Estimate:
             self.prices.rows, self.compute, 2 * self.compute, self.compute, self.compute,
             self.comm_forward, self.comm_backward, out_bytes=self.out, kept_bytes=kept,
             forward_bytes=kept, backward_bytes=self.largest * 3, stash_bytes=kept,
-        )  # fmt: skip
+        )
 
     def _op(self, node: fx.Node) -> None:
         choice = self.choices.get(node)

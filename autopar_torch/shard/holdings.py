@@ -84,7 +84,7 @@ def axis_ranks(stage: Stage, rank: int, axis: int) -> tuple[int, ...]:
     mine = place_in(stage, rank)
     return tuple(other for other in stage.devices
                  if all(a == b or i == axis for i, (a, b) in enumerate(
-                     zip(mine, place_in(stage, other), strict=True))))  # fmt: skip
+                     zip(mine, place_in(stage, other), strict=True))))
 
 
 def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
@@ -96,7 +96,7 @@ def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
 
 
 def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: TensorInfo,
-                rows: int) -> list[int]:  # fmt: skip
+                rows: int) -> list[int]:
     """On a device of a stage: a value that crosses one of its borders."""
     for index in range(*(stage.blocks or (0, 0))):
         block, sharding = graph.blocks[index], plan.sharding(stage, index)
@@ -139,6 +139,6 @@ def team_of(holdings: list[Holding], rank: int) -> Team:
         ranks = tuple(h.rank for h in holdings if h.family == mine.family)
         return Team(ranks)
     if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
-                        and not h.region and h.num_copies == 1 for h in holdings):  # fmt: skip
+                        and not h.region and h.num_copies == 1 for h in holdings):
         return Team(tuple(h.rank for h in holdings))
     return Team(tuple(h.rank for h in holdings), True)

@@ -94,6 +94,6 @@ class _Direct(torch.autograd.Function):
 
 
 def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
-                  turned: bool = True) -> Tensor:  # fmt: skip
+                  turned: bool = True) -> Tensor:
     """`linear`, or (not turned) `addmm`, by a weight that is a leaf."""
     return cast(Tensor, _Direct.apply(x, weight, bias, turned))

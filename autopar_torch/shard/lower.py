@@ -54,7 +54,7 @@ class Lowering:
     """Rewrites one block; `finish` gives the module."""
 
     def __init__(self, graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis],
-                 replicas: Axis | None, rows: int, device: torch.device) -> None:  # fmt: skip
+                 replicas: Axis | None, rows: int, device: torch.device) -> None:
         self.source, self.sharding, self.axes = graph, sharding, tuple(axes)
         self.mesh = tuple(axis.parts for axis in axes)
         self.replicas, self.rows, self.device = replicas, rows, device
@@ -207,13 +207,13 @@ class Lowering:
         """Product of the axes whose results are partial sums."""
         layouts = choice.out if choice is not None else (WHOLE,) * len(self.mesh)
         return math.prod(parts for layout, parts in zip(layouts, self.mesh, strict=True)
-                         if layout == PARTIAL)  # fmt: skip
+                         if layout == PARTIAL)
 
     def _scaled(self, value: fx.Node, by: int) -> fx.Node:
         return value if by == 1 else self.graph.call_function(aten.mul.Tensor, (value, 1.0 / by))
 
     def _special(self, node: fx.Node, choice: Choice | None,
-                 ready: Ready) -> fx.Node | None:  # fmt: skip
+                 ready: Ready) -> fx.Node | None:
         """Ops whose local meaning differs from running them on the pieces."""
         name = op_name(node)
         if name == "batch_norm" and node.args[5] and self.replicas is not None:
@@ -265,14 +265,14 @@ class Lowering:
         return new
 
     def _vocab_loss(self, node: fx.Node, choice: Choice,
-                    ready: dict[fx.Node, fx.Node]) -> fx.Node:  # fmt: skip
+                    ready: dict[fx.Node, fx.Node]) -> fx.Node:
         owner = self._owner(choice.ins[0].value, Split(1))
         target = self._module("vocab_cross_entropy", VocabCrossEntropy(owner, node.args[4]))  # type: ignore[arg-type]
         args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args[:3])
         return self.graph.call_module(target, args)
 
     def _with_scaled_bias(self, node: fx.Node, choice: Choice,
-                          ready: Ready) -> fx.Node | None:  # fmt: skip
+                          ready: Ready) -> fx.Node | None:
         """Every rank adds its share of the bias, so that the sum adds it once."""
         place = _BIAS[op_name(node)]
         bias = node.args[place] if len(node.args) > place else None
@@ -312,7 +312,7 @@ def _is_plain(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) 
 
 
 _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2,
-         "conv_transpose1d": 2, "conv_transpose2d": 2, "conv_transpose3d": 2}  # fmt: skip
+         "conv_transpose1d": 2, "conv_transpose2d": 2, "conv_transpose3d": 2}
 
 
 def is_random(node: fx.Node) -> bool:
@@ -346,7 +346,7 @@ def _verb(step: Move) -> str:
 
 
 def lower(graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis], *, rows: int,
-          device: torch.device, replicas: Axis | None = None) -> fx.GraphModule:  # fmt: skip
+          device: torch.device, replicas: Axis | None = None) -> fx.GraphModule:
     """The program of this rank for micro-batches of `rows` rows.
 
     `replicas` is the axis of data parallelism, for ops that look at the whole batch.

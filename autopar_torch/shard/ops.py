@@ -21,13 +21,13 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 
 def cross_entropy(logits: Tensor, target: Tensor, denominator: Tensor | None,
                   weight: Tensor | None, ignore_index: int, smoothing: float,
-                  overwrite: bool = False) -> Tensor:  # fmt: skip
+                  overwrite: bool = False) -> Tensor:
     """This part's share of the mean over the whole batch."""
     if weight is None and smoothing == 0.0 and logits.dim() == 2 and logits.dtype == torch.float32:
         total = sum_cross_entropy(logits, target, ignore_index, overwrite=overwrite)
     else:
         total = F.cross_entropy(logits, target, weight, reduction="sum", ignore_index=ignore_index,
-                                label_smoothing=smoothing)  # fmt: skip
+                                label_smoothing=smoothing)
     return total if denominator is None else total / denominator
 
 
@@ -35,7 +35,7 @@ Reduce = Callable[[Tensor, Any], Tensor]
 
 
 def sum_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, start: int = 0,
-                      reduce: Reduce | None = None, overwrite: bool = False) -> Tensor:  # fmt: skip
+                      reduce: Reduce | None = None, overwrite: bool = False) -> Tensor:
     """Sum of cross-entropies in fewer passes over the logits than softmax and loss apart.
 
     The logits may be those of classes start, start+1, ... only; `reduce` then joins the ranks.
@@ -47,7 +47,7 @@ def sum_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, start: 
 class _SumLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore: int, start: int,
-                reduce: Reduce | None, overwrite: bool) -> Tensor:  # fmt: skip
+                reduce: Reduce | None, overwrite: bool) -> Tensor:
         join = reduce or (lambda x, _: x)
         real = target != ignore
         local = target - start

@@ -125,7 +125,7 @@ class Frame:
 def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes have in common, if anything."""
     common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop))
-                   for x, y in zip(a, b, strict=True))  # fmt: skip
+                   for x, y in zip(a, b, strict=True))
     return common if all(x.start < x.stop for x in common) else None
 
 

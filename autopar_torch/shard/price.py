@@ -24,7 +24,7 @@ from .rules import flops, op_name
 FORBIDDEN = 1e6
 VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute",
           "t", "expand", "slice", "select", "getitem", "split", "chunk", "detach", "alias",
-          "contiguous"}  # fmt: skip
+          "contiguous"}
 
 
 class Prices(NamedTuple):
@@ -118,7 +118,7 @@ def _nature(layout: Layout) -> str:
 
 
 def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tuple[int, ...],
-                    prices: Prices) -> float:  # fmt: skip
+                    prices: Prices) -> float:
     """Seconds to bring a value from one set of layouts to another."""
     total, now = 0.0, list(source)
     for move in moves(source, target):
@@ -131,17 +131,17 @@ def convert_seconds(source: Layouts, target: Layouts, num_bytes: float, mesh: tu
 
 
 def reduce_seconds(grad: Layouts, num_bytes: float, mesh: tuple[int, ...],
-                   prices: Prices) -> float:  # fmt: skip
+                   prices: Prices) -> float:
     """Seconds to sum a partial gradient once per step; it travels in a bucket, so no latency."""
     own = num_bytes / parts_of(mesh, tuple(x if isinstance(x, Square) else WHOLE for x in grad))
     sums = [(side(parts) if _nature(layout) == "sums" else parts, link)
             for layout, parts, link in zip(grad, mesh, prices.links, strict=True)
-            if _nature(layout) in ("P", "sums")]  # fmt: skip
+            if _nature(layout) in ("P", "sums")]
     return sum(2 * (n - 1) / n * own / link.bytes_per_s for n, link in sums)
 
 
 def ring_waits(forward: float, n: int, blocks: dict[str, float], link: Link,
-               hides: float) -> tuple[float, float]:  # fmt: skip
+               hides: float) -> tuple[float, float]:
     """Seconds that a linear in n steps per phase (spatial.py) waits for messages: (forward, back).
 
     `forward`: its computation forward on this device; `blocks`: bytes of a block of the operand

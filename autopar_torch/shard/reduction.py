@@ -80,7 +80,7 @@ def is_stacked(holding: Holding) -> bool:
 
 
 def shares_of(plan: Plan, graph: ModelGraph, rank: int,
-              holdings: Mapping[str, list[Holding]] | None = None) -> dict[str, Share]:  # fmt: skip
+              holdings: Mapping[str, list[Holding]] | None = None) -> dict[str, Share]:
     """Everything that a rank has a part of."""
     found = {}
     for name, everyone in (holdings or all_holdings(plan, graph)).items():
@@ -91,7 +91,7 @@ def shares_of(plan: Plan, graph: ModelGraph, rank: int,
 
 
 def boxes_of(plan: Plan, graph: ModelGraph, name: str,
-             everyone: list[Holding]) -> dict[int, list[Box]]:  # fmt: skip
+             everyone: list[Holding]) -> dict[int, list[Box]]:
     """Rank -> what it keeps of a parameter."""
     shape = graph.params[name].shape
     teams: dict[tuple[object, ...], Team] = {}
@@ -117,7 +117,7 @@ def _share(plan: Plan, graph: ModelGraph, name: str, holding: Holding, team: Tea
 def _alike(plan: Plan) -> bool:
     """Whether all replicas run the same stages equally often."""
     shapes = {(r.num_micro_batches, *((s.blocks, s.axes) for s in r.stages))
-              for r in plan.replicas}  # fmt: skip
+              for r in plan.replicas}
     return len(shapes) == 1
 
 
@@ -129,7 +129,7 @@ def _in_one_stage(plan: Plan, graph: ModelGraph, name: str) -> bool:
 
 
 def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
-               blocks_of: Mapping[int, list[str]]) -> list[list[Share]]:  # fmt: skip
+               blocks_of: Mapping[int, list[str]]) -> list[list[Share]]:
     """Gradients that travel together, in the order in which the backward makes them.
 
     `blocks_of`: block -> its parameters; later blocks get their gradients first.

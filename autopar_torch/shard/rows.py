@@ -11,7 +11,7 @@ from .strategies import strategies
 
 
 def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.Node, Layout],
-                                                                     list[str]]:  # fmt: skip
+                                                                     list[str]]:
     """Follow the batch through a graph: the layout it gives every value, and ops that couple rows.
 
     `carries` says what it is on the placeholders. A value that is a sum over rows is `P`; ops that
@@ -40,11 +40,11 @@ def rows_dim(shape: Shape) -> Layout:
 
 
 _LINEAR = {"neg", "to", "clone", "detach", "squeeze", "unsqueeze", "view", "reshape", "alias",
-           "getitem"}  # fmt: skip
+           "getitem"}
 
 
 def _is_linear(op: Op, have: tuple[Layout, ...]) -> bool:
     if op.name in ("add", "sub"):
         return all(layout == PARTIAL for layout in have) and len(have) == 2
     return op.name in _LINEAR or (op.name in ("mul", "div") and have[0] == PARTIAL
-                                and have.count(PARTIAL) == 1)  # fmt: skip
+                                and have.count(PARTIAL) == 1)

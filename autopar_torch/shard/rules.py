@@ -107,7 +107,7 @@ def _linear(op: Op) -> list[Factor]:
 def _matmul(op: Op, first: int = 0, bias: int | None = None) -> list[Factor]:
     """(..., M, K) @ (..., K, N), with equal leading dims; `bias` is added to the result."""
     a, b, extra = op.at(first), op.at(first + 1), None if bias is None else op.at(bias)
-    rank, ra, rb = len(op.out), len(op.shapes[a or 0]), len(op.shapes[b or 0])  # fmt: skip
+    rank, ra, rb = len(op.out), len(op.shapes[a or 0]), len(op.shapes[b or 0])
 
     def add(ins: dict[Any, int], d: int) -> Factor:
         if extra is not None:
@@ -242,7 +242,7 @@ def _index(op: Op) -> list[Factor]:
         Factor({k: d - (rank - r) for k, r in index.items()
                 if d >= rank - r and op.shapes[k][d - (rank - r)] == op.out[d]}, d)
         for d in range(rank)
-    ]  # fmt: skip
+    ]
     rest = len(op.shapes[own or 0]) - len(places)
     return factors + [Factor({own: len(places) + d}, rank + d) for d in range(rest)]  # type: ignore[dict-item]
 
@@ -250,7 +250,7 @@ def _index(op: Op) -> list[Factor]:
 def _gather(op: Op) -> list[Factor]:
     cut = op.dim(1, len(op.out))
     return [Factor({0: d, 1: d}, d) for d in range(len(op.out))
-            if d != cut and op.shapes[0][d] == op.shapes[1][d]]  # fmt: skip
+            if d != cut and op.shapes[0][d] == op.shapes[1][d]]
 
 
 def _cross_entropy(op: Op) -> list[Factor]:
@@ -294,7 +294,7 @@ _RULES: dict[str, Callable[[Op], list[Factor]]] = {
     "cross_entropy": _cross_entropy, "mean_over_rows": _mean_over_rows,
     **dict.fromkeys(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
                      "binary_cross_entropy_with_logits", "binary_cross_entropy"], _same_dims),
-}  # fmt: skip
+}
 VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_unsafe_view"}
 PARTS = {"split", "chunk"}
 

@@ -61,7 +61,7 @@ class Choice(NamedTuple):
     def ring(self) -> int | None:
         """The axis on which a linear runs in steps (spatial.py)."""
         skewed = (k for form in self.ins for k, x in enumerate(form.value)
-                  if isinstance(x, Square) and x.skew == "w")  # fmt: skip
+                  if isinstance(x, Square) and x.skew == "w")
         return next(skewed, None)
 
     @property
@@ -111,7 +111,7 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
         if sum(s.is_square for s in picked) > 1:
             continue
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
-                    for k in range(len(inputs)))  # fmt: skip
+                    for k in range(len(inputs)))
         out = tuple(s.out for s in picked)
         fits = legal(out_shape, out, mesh) and all(
             legal(shape, form.value, mesh) for shape, form in zip(shapes, ins, strict=True)
@@ -127,11 +127,11 @@ def border_forms(info: TensorInfo, mesh: tuple[int, ...]) -> list[Forms]:
     options: list[Layout] = [WHOLE, *(Split(d) for d in range(len(info.shape)))]
     return [Forms(o, tuple(grad_layout(x) for x in o))
             for o in itertools.product(options, repeat=len(mesh))
-            if legal(info.shape, o, mesh)]  # fmt: skip
+            if legal(info.shape, o, mesh)]
 
 
 def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
-                shared: bool) -> list[Forms]:  # fmt: skip
+                shared: bool) -> list[Forms]:
     """Forms of a parameter: its readers', or any cut if blocks share it.
 
     The gradient of a whole one may stay partial: it is reduced once per step, not per use.
@@ -141,7 +141,7 @@ def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
         cuts = {pair for form in readers for pair in zip(*form, strict=True) if is_cut(pair[0])}
     flat = [pair for pair in cuts if not isinstance(pair[0], Square)]
     options = [[(WHOLE, PARTIAL), *sorted(cuts if side(parts) else flat, key=layouts_text)]
-               for parts in mesh]  # fmt: skip
+               for parts in mesh]
     forms = [Forms(*zip(*picked, strict=True)) for picked in itertools.product(*options)]
     return [form for form in forms if legal(info.shape, form.value, mesh)]
 
@@ -158,7 +158,7 @@ class _Problem:
         self.kept: dict[Variable, Array] = {}
 
     def add(self, variable: Variable, size: int, seconds: Array | None = None,
-            kept: Array | None = None) -> None:  # fmt: skip
+            kept: Array | None = None) -> None:
         """A variable, with the seconds and the kept bytes of each of its values."""
         self.sizes[variable] = size
         if seconds is not None and kept is not None:
@@ -170,7 +170,7 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
              shared: frozenset[str] = frozenset(),
              pinned: dict[str, list[Forms]] | None = None,
              options: dict[fx.Node, list[Strategy]] | None = None,
-             spatial: Spatial = "free") -> KindTable:  # fmt: skip
+             spatial: Spatial = "free") -> KindTable:
     """Solve a kind for every combination of the forms at its borders."""
     problem = _Problem(graph, mesh, prices)
     per_axis = options if options is not None else all_strategies(graph, mesh)
@@ -198,7 +198,7 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
     by_name = {n.name: c for n, c in choices.items()}
     forms = {**problem.forms, **_param_forms(problem)}
     return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
-                     solution)  # fmt: skip
+                     solution)
 
 
 def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
@@ -210,7 +210,7 @@ def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
 
 
 def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
-              whole: tuple[float, float]) -> tuple[float, float]:  # fmt: skip
+              whole: tuple[float, float]) -> tuple[float, float]:
     """Seconds and kept bytes of an op under a choice."""
     seconds, kept = (cost / choice.share for cost in whole)
     if choice.ring is None:
@@ -220,7 +220,7 @@ def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
 
 
 def ring_costs(node: fx.Node, choice: Choice, mesh: tuple[int, ...], prices: Prices,
-               forward: float) -> tuple[float, float, float]:  # fmt: skip
+               forward: float) -> tuple[float, float, float]:
     """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
     axis = cast(int, choice.ring)
     inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
@@ -253,7 +253,7 @@ def _readers(choices: dict[fx.Node, list[Choice]]) -> Readers:
 
 def _add_slot(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Forms]]],
               shared: frozenset[str], pinned: dict[str, list[Forms]],
-              borders: dict[str, list[Forms]]) -> None:  # fmt: skip
+              borders: dict[str, list[Forms]]) -> None:
     """A placeholder: a border value, a parameter, or something every device has whole."""
     name, info, mesh = node.name, node.meta["info"], problem.mesh
     whole = (WHOLE,) * len(mesh)
@@ -277,7 +277,7 @@ def _param_prices(problem: _Problem, info: TensorInfo, forms: list[Forms]) -> tu
     seconds, kept = param_costs(info, problem.prices)
     shares = [1.0 / parts_of(problem.mesh, form.value) for form in forms]
     reduce = [reduce_seconds(form.grad, info.num_bytes(1), problem.mesh, problem.prices)
-              if info.grad else 0.0 for form in forms]  # fmt: skip
+              if info.grad else 0.0 for form in forms]
     return seconds * np.array(shares) + np.array(reduce), kept * np.array(shares)
 
 
@@ -289,7 +289,7 @@ def _conversions(problem: _Problem, readers: Readers) -> Conversions:
 
 
 def _edge(node: fx.Node, convert: Conversions, rows: int, have: list[Forms],
-          want: list[Forms]) -> Array:  # fmt: skip
+          want: list[Forms]) -> Array:
     """Seconds to turn each form into each: the value forward, its gradient backward."""
     info = node.meta["info"]
     (made, ends), (read, starts) = (zip(*forms, strict=True) for forms in (have, want))
@@ -302,7 +302,7 @@ def _edge(node: fx.Node, convert: Conversions, rows: int, have: list[Forms],
 
 
 def _connect(problem: _Problem, convert: Conversions, node: fx.Node,
-             users: list[tuple[str, list[Forms]]]) -> None:  # fmt: skip
+             users: list[tuple[str, list[Forms]]]) -> None:
     """One reader: a table between maker and reader. Several: they share a form between them."""
     have = problem.made[node.name]
 
@@ -335,7 +335,7 @@ def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
 
 
 def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
-                whole: frozenset[str]) -> list[Sharding]:  # fmt: skip
+                whole: frozenset[str]) -> list[Sharding]:
     """The cheapest sharding of consecutive blocks; values in `whole` stay whole at borders."""
     sizes: dict[Variable, int] = {}
     chain: list[Table] = []
@@ -365,7 +365,7 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
 
 def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple[int, ...],
              prices: Prices,
-             worth: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:  # fmt: skip
+             worth: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:
     """Shardings of a chain that are fastest for some worth of a byte: (seconds, bytes, sharding).
 
     Each is optimal for its price, so none is dominated by any other sharding: the lower convex hull

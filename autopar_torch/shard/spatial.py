@@ -115,7 +115,7 @@ def gradient(ring: Ring, x: Tensor, dy: Tensor, turned: bool) -> Tensor:
 class _Spatial(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-                linear: SpatialLinear) -> Tensor:  # fmt: skip
+                linear: SpatialLinear) -> Tensor:
         y, end = forward(linear.ring, _flat(x), weight, linear.turned)
         ctx.save_for_backward(end, weight)
         ctx.linear, ctx.shape, ctx.has_bias = linear, x.shape, bias is not None

@@ -50,7 +50,7 @@ def _spatial(op: Op, options: list[Strategy]) -> list[Strategy]:
         return []
     rest = [k for k in range(len(op.inputs)) if k not in (x, w)]
     return [_ring(x, w, *pair, inner) for pair in itertools.product(rows, cols)
-            if all(_bias_fits(k, *pair) for k in rest)]  # fmt: skip
+            if all(_bias_fits(k, *pair) for k in rest)]
 
 
 def _bias_fits(k: int, row: Strategy, col: Strategy) -> bool:
@@ -59,11 +59,11 @@ def _bias_fits(k: int, row: Strategy, col: Strategy) -> bool:
 
 def _ring(x: int, w: int, row: Strategy, col: Strategy, inner: Strategy) -> Strategy:
     ins: list[Layout] = [Square(None, cut, "o") if isinstance(cut, Split) else cut
-                         for cut in col.ins]  # fmt: skip
+                         for cut in col.ins]
     ins[x] = _square(row.ins[x], inner.ins[x], "i")
     ins[w] = _square(inner.ins[w], col.ins[w], "w")
     grads = tuple(Square(None, cut.col, "p") if isinstance(cut, Square) and cut.row is None else cut
-                  for cut in ins)  # fmt: skip
+                  for cut in ins)
     return Strategy(tuple(ins), grads, _square(row.out, col.out, "o"))
 
 

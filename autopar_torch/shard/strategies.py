@@ -21,7 +21,7 @@ Pieces = dict[fx.Node, set[Piece]]
 
 def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) -> list[
     tuple[Piece, Piece]
-]:  # fmt: skip
+]:
     """Pairs (piece of the old shape, piece of the new) that cut the same elements.
 
     A piece is known by how many equal parts lie outside of it; `wanted` adds pieces of the old
@@ -29,7 +29,7 @@ def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) ->
     """
     outside = {math.prod(shape[:dim]) for shape in (old, new) for dim in range(len(shape))}
     outside |= {outer * math.prod((old if is_old else new)[:dim])
-                for is_old, (dim, outer) in wanted}  # fmt: skip
+                for is_old, (dim, outer) in wanted}
     pairs = ((_piece_at(old, offset), _piece_at(new, offset)) for offset in sorted(outside))
     return [(a, b) for a, b in pairs if a is not None and b is not None]
 
@@ -104,7 +104,7 @@ def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
             for strategy in found[op.node]:
                 for node, layout in (
                     *zip(op.inputs, strategy.ins, strict=True), (op.node, strategy.out)
-                ):  # fmt: skip
+                ):
                     if isinstance(layout, Split) and layout.outer > 1:
                         pieces[node].add((layout.dim, layout.outer))
         todo = [op for op in reversed(nodes) if _num_pieces(op, pieces) != known[op.node]]

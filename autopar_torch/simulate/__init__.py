@@ -20,7 +20,7 @@ from .tasks import StepTasks
 
 
 def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
-             start_s: float = 0.0, draws: int = 0) -> Timeline:  # fmt: skip
+             start_s: float = 0.0, draws: int = 0) -> Timeline:
     """One step of `num_rows` rows, starting `start_s` into the cluster's changes.
 
     With `draws`, the median of so many steps whose computing times vary as measured.
@@ -51,21 +51,21 @@ def _uncollected() -> Iterator[None]:
 
 
 def _step(costs: Costs, num_rows: int, start_s: float,
-          draw: Draw) -> tuple[tuple[Span, ...], float]:  # fmt: skip
+          draw: Draw) -> tuple[tuple[Span, ...], float]:
     tasks = StepTasks(costs, num_rows, draw).build()
     times = fluid.run(tasks, capacities(costs.profile.profile.cluster, start_s))
     spans = tuple(
         Span(rank, task.stream, task.name, start, end)
         for task, (start, end) in zip(tasks, times, strict=True) if end > start
         for rank in task.ranks
-    )  # fmt: skip
+    )
     return spans, max((end for _, end in times), default=0.0)
 
 
 def capacities(cluster: Cluster, start_s: float) -> list[fluid.Capacity]:
     """The cluster's changes, named as the tasks name what they need: `core 3`, `link 0`."""
     return [fluid.Capacity(max(0.0, c.at_s - start_s), name, c.factor)
-            for c in cluster.changes for name in _meant(cluster, c.name)]  # fmt: skip
+            for c in cluster.changes for name in _meant(cluster, c.name)]
 
 
 def _meant(cluster: Cluster, name: str) -> list[str]:

@@ -20,7 +20,7 @@ def leaders(plan: Plan, profile: Profile, num_rows: int) -> Leaders:
     first = plan.replicas[0]
     return {rank: ahead.devices[0] for replica in plan.replicas
             for stage, ahead in zip(replica.stages, first.stages, strict=True)
-            for rank in stage.devices}  # fmt: skip
+            for rank in stage.devices}
 
 
 def led(found: Leaders) -> tuple[tuple[int, ...], ...]:

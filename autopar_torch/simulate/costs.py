@@ -86,12 +86,12 @@ class Costs:
     (`simulate/alike.py`) those of their leaders only."""
 
     def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
-                 leaders: Mapping[int, int] | None = None) -> None:  # fmt: skip
+                 leaders: Mapping[int, int] | None = None) -> None:
         self.plan, self.graph, self.profile = plan, graph, profile
         self.leaders = leaders or {rank: rank for rank in plan.devices}
         self.holdings = all_holdings(plan, graph)
         self.shares = {rank: shares_of(plan, graph, rank, self.holdings)
-                       for rank in self.leading(plan.devices)}  # fmt: skip
+                       for rank in self.leading(plan.devices)}
         self._stages: dict[tuple[int, int, int], StageCost] = {}
 
     def leading(self, ranks: Iterable[int]) -> list[int]:
@@ -100,7 +100,7 @@ class Costs:
     def replicas(self) -> list[tuple[int, Replica]]:
         """Those whose ranks lead, with their numbers."""
         return [(r, replica) for r, replica in enumerate(self.plan.replicas)
-                if self.leading(replica.stages[0].devices)]  # fmt: skip
+                if self.leading(replica.stages[0].devices)]
 
     def stage(self, replica: int, stage: int, rows: int) -> StageCost:
         key = (replica, stage, rows)
@@ -117,11 +117,11 @@ class Costs:
         ranks = tuple(self._rank(stage, rank, rows) for rank in self.leading(stage.devices))
         back = {name: info for name, info in arriving.items() if info.grad}
         return StageCost(ranks, self._border(stage, leaving, rows),
-                         self._border(stage, back, rows))  # fmt: skip
+                         self._border(stage, back, rows))
 
     def _border(self, stage: Stage, values: dict[str, TensorInfo], rows: int) -> float:
         shapes = ((value_shape(self.plan, self.graph, stage, name, info, rows), info.dtype)
-                  for name, info in values.items())  # fmt: skip
+                  for name, info in values.items())
         return float(sum(_bytes(*shape) for shape in shapes))
 
     def _rank(self, stage: Stage, rank: int, rows: int) -> RankCost:
@@ -143,7 +143,7 @@ class Costs:
             owned_bytes=float(sum(s.num_owned * item_bytes(s.dtype) for s in trained)),
             largest_bytes=max((s.num_local * item_bytes(s.dtype) for s in trained), default=0),
             num_tensors=len(trained),
-        )  # fmt: skip
+        )
 
     def _grads(self, shares: Mapping[str, Share], first: int, last: int) -> list[float]:
         """Each with the last block that uses its parameter: backward meets that one first."""
@@ -172,7 +172,7 @@ class Costs:
         zero, ranks = group[0].zero, group[0].team.ranks
         size = sum(s.num_sent * item_bytes(s.dtype) for s in group) * (len(ranks) if zero else 1)
         return Bucket(min(users), ranks, float(size), "scatter" if zero else "sum",
-                      group[0].steady, size * self._kept(group[0]))  # fmt: skip
+                      group[0].steady, size * self._kept(group[0]))
 
     def _per_use(self, share: Share) -> bool:
         return self.plan.zero == 3 and share.steady
@@ -190,7 +190,7 @@ class Costs:
         whole = sum(map(_local_bytes, trained))
         added_s = piece.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
         return block_work(piece, gathers, filling, float(sum(map(self._leaf_bytes, used))),
-                          added_s, self.plan.whole(stage))  # fmt: skip
+                          added_s, self.plan.whole(stage))
 
     def _leaf_item(self, share: Share) -> int:
         return item_bytes(leaf_type(share.dtype, self.plan.precision))
@@ -208,7 +208,7 @@ class Costs:
 
 
 def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
-               gathered_bytes: float, added_s: float, whole: bool) -> BlockWork:  # fmt: skip
+               gathered_bytes: float, added_s: float, whole: bool) -> BlockWork:
     """A piece, with what is gathered for it: whole only while it runs, put together from as much
     that has arrived. With a `whole` backward nothing waits."""
     fill = Work(filling_s)

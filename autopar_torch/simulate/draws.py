@@ -38,7 +38,7 @@ def drawn(plan: Plan, jitter: Jitter, count: int) -> list[Draw]:
         Draw({rank: own[k] for ranks, own in zip(groups, columns, strict=True) for rank in ranks},
              jitter.block, random.Random(k))
         for k in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def usual(plan: Plan) -> Draw:

@@ -168,7 +168,7 @@ def _advance(state: _State, step: float, now: float) -> list[int]:
     for i in state.running:
         state.left[i] -= state.running[i] * step
     return [i for i in state.running
-            if state.left[i] <= EPSILON * max(1.0, state.tasks[i].seconds)]  # fmt: skip
+            if state.left[i] <= EPSILON * max(1.0, state.tasks[i].seconds)]
 
 
 def _share(state: _State) -> None:
@@ -190,16 +190,16 @@ def _most(state: _State) -> dict[int, float]:
     slowed = [i for i in most if state.tasks[i].beside < 1]
     if slowed:
         computing = {r for i in most if state.tasks[i].stream == COMPUTE
-                     for r in state.tasks[i].needs}  # fmt: skip
+                     for r in state.tasks[i].needs}
         most |= {i: state.tasks[i].beside for i in slowed
-                 if not computing.isdisjoint(state.tasks[i].needs)}  # fmt: skip
+                 if not computing.isdisjoint(state.tasks[i].needs)}
     return most
 
 
 def _fill(state: _State, tight: set[str], most: Mapping[int, float]) -> None:
     """Progressive filling over the tasks that touch a resource in short supply."""
     needs = {i: {r: a for r, a in state.tasks[i].needs.items() if r in tight and a > 0}
-             for i in state.running}  # fmt: skip
+             for i in state.running}
     needs = {i: wanted for i, wanted in needs.items() if wanted}
     weight = {i: max(wanted.values()) for i, wanted in needs.items()}
     enough = {i: weight[i] * most[i] for i in needs}

@@ -60,7 +60,7 @@ class _Sent(NamedTuple):
 
 def _position(costs: Costs, index: int, replica: Replica, schedule: Schedule,
               lane: Sequence[Action], counts: Sequence[int],
-              states: int) -> dict[int, Memory]:  # fmt: skip
+              states: int) -> dict[int, Memory]:
     """All ranks of one device group run the same list."""
     stages = sorted({action.stage for action in lane})
     found, came_back = {}, schedule.acknowledged
@@ -70,19 +70,19 @@ def _position(costs: Costs, index: int, replica: Replica, schedule: Schedule,
             by_rows = {n: costs.stage(index, s, n).ranks[place] for n in counts or [1]}
             border = costs.stage(index, s, (counts or [1])[0])
             parts[s] = _Part(s, (replica.stages[s].blocks or (0, 0))[0], border.back_bytes,
-                             border.send_bytes, by_rows)  # fmt: skip
+                             border.send_bytes, by_rows)
         found[rank] = _rank(costs, parts, lane, came_back, counts, states)
     return found
 
 
 def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
           came_back: Mapping[Action, list[Action]], counts: Sequence[int],
-          states: int) -> Memory:  # fmt: skip
+          states: int) -> Memory:
     """The list as run/executor.py runs it, with the reducer of run/params.py."""
     own = [part.any for part in parts.values()]
     fixed = Memory(params=int(sum(c.param_bytes for c in own)),
                    optimizer=int(states * sum(c.owned_bytes for c in own)),
-                   fixed=int(costs.profile.profile.overheads.fixed_bytes))  # fmt: skip
+                   fixed=int(costs.profile.profile.overheads.fixed_bytes))
     tally = _Tally(fixed, parts.values())
     last = {action.stage: action for action in lane if action.op in (Op.B, Op.W)}
     received = list(accumulate((_received_bytes(parts, action) for action in lane), initial=0.0))
@@ -109,7 +109,7 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
                 tally.add(bucket)
             tally.expect(part, steady)
     rest = [sent for part in parts.values() for sent in part.buckets
-            if costs.plan.zero < 2 or not sent.bucket.steady]  # fmt: skip
+            if costs.plan.zero < 2 or not sent.bucket.steady]
     for bucket in rest:
         tally.send(bucket)
     for bucket in rest:
@@ -139,7 +139,7 @@ class _Tally:
     def see(self, working: float = 0.0, buffers: float = 0.0) -> None:
         now = Memory(self.fixed.params, int(max(0.0, self.grads) + self.sums), self.fixed.optimizer,
                      int(self.kept), int(working), int(self.messages + buffers + self.posted),
-                     self.fixed.fixed)  # fmt: skip
+                     self.fixed.fixed)
         if now.peak_bytes > self.most.peak_bytes:
             self.most = now
 

@@ -41,7 +41,7 @@ class _Asked:
 
 
 def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
-             num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:  # fmt: skip
+             num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:
     """Cells and communications of all plans, each once."""
     cells: dict[CellNeed, None] = {}
     listener = _Listener(cluster)

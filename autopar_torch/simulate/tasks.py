@@ -72,7 +72,7 @@ class StepTasks:
         return len(self.tasks) - 1
 
     def _exchange(self, ranks: Sequence[int], name: str, seconds: float, load: Load,
-                  after: Sequence[int], one_way: bool = False) -> int:  # fmt: skip
+                  after: Sequence[int], one_way: bool = False) -> int:
         """Communication among ranks; those who wait for it are told by the caller. What it needs of
         a sender's core was needed before."""
         needs: dict[str, float] = {}
@@ -104,7 +104,7 @@ class StepTasks:
             self.last |= dict.fromkeys(self.costs.leading(ranks), task)
 
     def _join(self, rank: int, team: tuple[int, ...], name: str, seconds: float,
-              load: Load) -> None:  # fmt: skip
+              load: Load) -> None:
         """A collective whose ranks come to it each by its own list of actions: whoever is first
         makes the task, the others make it wait for them too."""
         key = (team, self.turns[rank, team])
@@ -132,13 +132,13 @@ class StepTasks:
     def _rank_costs(self) -> list[RankCost]:
         return [cost for r, replica in self.costs.replicas()
                 for s in range(len(replica.stages)) if self.rows[r]
-                for cost in self.costs.stage(r, s, _rows(self.rows[r][0])).ranks]  # fmt: skip
+                for cost in self.costs.stage(r, s, _rows(self.rows[r][0])).ranks]
 
     def _replica(self, index: int, replica: Replica) -> None:
         schedule = schedule_of(self.costs, replica, len(self.rows[index]))
         lanes = [list(lane) for lane in schedule.actions]
         finals = {_last_backward(lane, stage) for lane in schedule.actions
-                  for stage in range(len(replica.stages))} - {None}  # fmt: skip
+                  for stage in range(len(replica.stages))} - {None}
         while any(lanes):
             for lane in lanes:
                 while lane and self._can_start(index, replica, lane[0]):
@@ -151,7 +151,7 @@ class StepTasks:
         return all((index, action.other_end(), rank) in self.moved for rank in ranks)
 
     def _action(self, index: int, replica: Replica, action: Action,
-                finals: set[Action | None]) -> None:  # fmt: skip
+                finals: set[Action | None]) -> None:
         match action.op:
             case Op.RECV_F | Op.RECV_B:
                 self._receive(index, replica, action)
@@ -184,7 +184,7 @@ class StepTasks:
             self._compute(source, str(action), held_s)
             after = [self.last[source]] if source in self.last else []
             task = self._exchange((source, target), str(action), seconds - held_s, _load(curve),
-                                  after, one_way=True)  # fmt: skip
+                                  after, one_way=True)
             self.moved[index, action, target] = task, held_s
 
     def _run(self, index: int, replica: Replica, action: Action, final: bool) -> None:
@@ -208,13 +208,13 @@ class StepTasks:
                 more = added if action.op is Op.B and action.micro_batch else 0.0
                 self._compute(rank_cost.rank, name, sum(works) + more)
             self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
-                        Load(self.costs.profile.exchange_core(stage.devices)))  # fmt: skip
+                        Load(self.costs.profile.exchange_core(stage.devices)))
             if final and self.costs.plan.zero == 3:
                 self._sum_now(cost.ranks, group[0])
             if final:
                 self._pack(cost.ranks, group[0])
                 self.ended |= {(rank, group[0]): self.last[rank] for rank in stage.devices
-                               if rank in self.last}  # fmt: skip
+                               if rank in self.last}
 
         if action.op in (Op.B, Op.W) and not final and self.costs.plan.zero >= 2:
             self._sum_now(cost.ranks)
@@ -240,7 +240,7 @@ class StepTasks:
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
                     self._join(cost.rank, bucket.ranks, "scatter",
-                               seconds + self.overheads.meet_s, _load(curve))  # fmt: skip
+                               seconds + self.overheads.meet_s, _load(curve))
 
     def _summed_beside(self, bucket: Bucket) -> bool:
         """Whether the backward goes on meanwhile."""
@@ -288,7 +288,7 @@ class StepTasks:
                                 old.added_bytes + cost.added_bytes,
                                 old.owned_bytes + cost.owned_bytes,
                                 max(old.largest_bytes, cost.largest_bytes),
-                                old.num_tensors + cost.num_tensors)  # fmt: skip
+                                old.num_tensors + cost.num_tensors)
             found[cost.rank] = cost
         return [found[rank] for rank in sorted(found)]
 
@@ -314,7 +314,7 @@ class StepTasks:
             self._together(devices, "loss", "sum", 4.0)
         for cost in self._all_ranks():
             update = (cost.owned_bytes * self.overheads.update_s_per_byte
-                      + cost.num_tensors * self.overheads.update_s_per_tensor)  # fmt: skip
+                      + cost.num_tensors * self.overheads.update_s_per_tensor)
             self._compute(cost.rank, "update", update)
 
 
@@ -330,7 +330,7 @@ def _last_backward(lane: Sequence[Action], stage: int) -> Action | None:
 def _slowest(ranks: Sequence[RankCost], what: str, group: Sequence[int], first: int) -> float:
     """Seconds of exchange in some blocks, on the rank that has most of it."""
     works: list[list[Work]] = [[_work(cost.blocks[b - first], what) for b in group]
-                               for cost in ranks]  # fmt: skip
+                               for cost in ranks]
     return max(sum(w.comm_s for w in own) for own in works)
 
 

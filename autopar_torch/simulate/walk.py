@@ -43,7 +43,7 @@ class Steps(NamedTuple):
 
 
 def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline,
-         num_micro_batches: int) -> list[float]:  # fmt: skip
+         num_micro_batches: int) -> list[float]:
     """The end of every position's last action."""
     work = [*pipe.forward, *pipe.backward, *pipe.input, *pipe.weight]
     delays = [0.0, *pipe.send, *pipe.back]
@@ -58,7 +58,7 @@ def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline,
 
 
 def _repeat(window: Sequence[Step], times: int, work: Seconds, delays: Seconds, clock: list[float],
-            done: list[float], reach: int) -> None:  # fmt: skip
+            done: list[float], reach: int) -> None:
     """A window that has run once, so many times more; in one stride as soon as it repeats."""
     while times > 0:
         before, earlier = list(clock), done[-reach:]
@@ -72,7 +72,7 @@ def _repeat(window: Sequence[Step], times: int, work: Seconds, delays: Seconds, 
 
 
 def _run(steps: Sequence[Step], work: Seconds, delays: Seconds, clock: list[float],
-         done: list[float]) -> None:  # fmt: skip
+         done: list[float]) -> None:
     """Each step starts when its position is free and what it needs has come."""
     add = done.append
     for position, what, back, message in steps:

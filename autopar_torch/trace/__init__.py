@@ -53,7 +53,7 @@ def trace(
     """Trace once for every batch size. `params`: true shapes where the model holds shards."""
     known = params or describe_params(model)
     options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
-                               "wanted": wanted, "shapes": known, "dtype": dtype}  # fmt: skip
+                               "wanted": wanted, "shapes": known, "dtype": dtype}
     stacks = find_stacks(model)
     if stacks:
         with shortened(model, stacks):
@@ -82,7 +82,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[Piece], 
     batch = [n for n in flat.nodes if n.op == "placeholder" and _is_rows_input(n, captured)]
     losses.rewrite(flat, batch)
     trainable = {name for name, source in captured.sources.items()
-                 if source.kind == "param" and known[source.name].trainable}  # fmt: skip
+                 if source.kind == "param" and known[source.name].trainable}
     mark_grads(flat, trainable)
     main = split_main(flat, captured.sources)
     if not main:
@@ -130,7 +130,7 @@ def repeat(pieces: list[Piece], stacks: dict[str, int]) -> list[Piece] | None:
         if not alike or (one, last) != (zero + 1, zero + 2):
             return None
         pieces = [*pieces[:one], *_all_children(pieces[one], pieces[last], stack, count),
-                  *pieces[last + 1 :]]  # fmt: skip
+                  *pieces[last + 1 :]]
     return pieces
 
 
@@ -143,7 +143,7 @@ def _all_children(first: Piece, last: Piece, stack: str, count: int) -> Iterator
             slot: value if last.inputs[slot] == value
             else f"{made.name}:{last.inputs[slot].rpartition(':')[2]}"
             for slot, value in first.inputs.items()
-        }  # fmt: skip
+        }
         own = _renamed(first, f"{stack}.1", f"{stack}.{child}") if child < count - 1 else last
         made = dataclasses.replace(own, inputs=inputs)
         yield made
@@ -154,7 +154,7 @@ def _renamed(piece: Piece, old: str, new: str) -> Piece:
 
     def fix(table: dict[str, str], end: str) -> dict[str, str]:
         return {slot: new + text[len(old) :] if text.startswith(old + end) else text
-                for slot, text in table.items()}  # fmt: skip
+                for slot, text in table.items()}
 
     return dataclasses.replace(
         piece,
@@ -166,7 +166,7 @@ def _renamed(piece: Piece, old: str, new: str) -> Piece:
 
 
 def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
-              known: dict[str, ParamInfo]) -> Traced:  # fmt: skip
+              known: dict[str, ParamInfo]) -> Traced:
     names: dict[str, str] = {}
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
@@ -185,7 +185,7 @@ def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
         kinds[name] = _kind(name, piece, found, kinds.get(name))
         unruled |= set(found.unruled)
     blocks = tuple(Block(p.name, names[p.signature], p.inputs, p.context, p.params, p.outputs)
-                   for p in pieces)  # fmt: skip
+                   for p in pieces)
     outputs = _outputs(pieces, flat, captured)
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
@@ -195,7 +195,7 @@ def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless, captured.form, captured.reads)  # fmt: skip
+                  rowless, captured.form, captured.reads)
 
 
 def _has_rows(info: Any) -> bool:
@@ -213,7 +213,7 @@ def _kind(name: str, piece: Piece, found: Traits, known: Kind | None) -> Kind:
         for table in (piece.inputs, piece.context, piece.params, piece.outputs)
     )
     return Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
-                coupled, found.mutates)  # fmt: skip
+                coupled, found.mutates)
 
 
 def _outputs(pieces: list[Piece], flat: fx.Graph, captured: Captured) -> dict[str, str]:

@@ -29,12 +29,12 @@ Values = dict[str, Any]
 
 def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[Piece],
            outputs: Iterable[str], sources: Mapping[str, Source],
-           consts: Mapping[str, Tensor]) -> tuple[str, ...]:  # fmt: skip
+           consts: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Ops of the prologue after which rows depend on each other."""
     nodes = {node.name: node for node in prologue.nodes}
     leaving = {name for piece in pieces for name in piece.context.values()} | set(outputs)
     asked = [n for n in map(nodes.get, sorted(leaving)) if n is not None and n.name not in rowless
-             and n.op != "placeholder" and not _only_picks(n, pieces)]  # fmt: skip
+             and n.op != "placeholder" and not _only_picks(n, pieces)]
     suspects = [n for n in _upstream(asked, rowless) if _is_suspect(n)]
     if not suspects:
         return ()
@@ -42,7 +42,7 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[Piece],
     try:
         with torch.no_grad():
             given = {n.name: _made_up(info_of(n), consts.get(sources[n.name].name), generator)
-                     for n in prologue.nodes if n.op == "placeholder"}  # fmt: skip
+                     for n in prologue.nodes if n.op == "placeholder"}
             whole = _run(prologue, given, NUM_ROWS)
             found = [_culprit(prologue, asked, rowless, given, whole, cut) for cut in SPLITS]
     except (RuntimeError, ValueError, IndexError) as error:
@@ -77,7 +77,7 @@ def _only_picks(node: fx.Node, pieces: Sequence[Piece]) -> bool:
     if op_name(base) != "arange":
         return False
     places = [place for piece in pieces for slot, name in piece.context.items() if name == node.name
-              for place in piece.graph.find_nodes(op="placeholder", target=slot)]  # fmt: skip
+              for place in piece.graph.find_nodes(op="placeholder", target=slot)]
     return bool(places) and all(_picks(user) for place in places for user in place.users)
 
 
@@ -113,14 +113,14 @@ def _run(graph: fx.Graph, given: Values, rows: int) -> Values:
 
 
 def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: Values,
-             whole: Values, cut: tuple[int, ...]) -> str:  # fmt: skip
+             whole: Values, cut: tuple[int, ...]) -> str:
     """The first op whose parts do not join, where those of what is asked do not."""
     fixed = {n.name: whole[n.name] for n in graph.nodes
-             if n.op == "call_function" and n.name in rowless and not is_mutable(n)}  # fmt: skip
+             if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
     parts, start = [], 0
     for rows in cut:
         own = {n.name: _rows(given[n.name], info_of(n), start, rows) for n in graph.nodes
-               if n.op == "placeholder"}  # fmt: skip
+               if n.op == "placeholder"}
         parts.append(_run(graph, {**own, **fixed}, rows))
         start += rows
     joins = lambda n: _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))  # noqa: E731
@@ -143,7 +143,7 @@ def _rows(value: Tensor, info: TensorInfo, start: int, rows: int) -> Tensor:
 def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
     if isinstance(whole, (tuple, list)):
         return all(_joins(w, p, i) for w, p, i in zip(whole, zip(*parts, strict=True), info,
-                                                     strict=True))  # fmt: skip
+                                                     strict=True))
     dim = _dim(info) if isinstance(whole, Tensor) else None
     if dim is None:
         return True

@@ -43,7 +43,7 @@ def _storage(value: Tensor) -> int:
 
 
 def spell_out(graph: fx.Graph, node: fx.Node, new: fx.Node, dtype: torch.dtype,
-              info: Callable[[Tensor], Any]) -> None:  # fmt: skip
+              info: Callable[[Tensor], Any]) -> None:
     """Put the casts of `node`, which was traced under autocast, before its copy `new`."""
     op = node.target
     if not isinstance(op, OpOverload) or op._schema.is_mutable or "val" not in node.meta:
@@ -52,7 +52,7 @@ def spell_out(graph: fx.Graph, node: fx.Node, new: fx.Node, dtype: torch.dtype,
     given = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     floats = [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
     if not floats or not any(_has_kernel(op, key) for key in (
-            f"Autocast{floats[0].device.type.upper()}", "CompositeImplicitAutograd")):  # fmt: skip
+            f"Autocast{floats[0].device.type.upper()}", "CompositeImplicitAutograd")):
         return  # autocast does not know it, nor what it is made of
     key = (op, dtype, spec, tuple(map(_shown, given)))
     if key not in _known:
@@ -80,7 +80,7 @@ def _has_kernel(op: OpOverload, key: str) -> bool:
 
 
 def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dtype: torch.dtype,
-                  where: str) -> tuple[Casts, torch.dtype | None]:  # fmt: skip
+                  where: str) -> tuple[Casts, torch.dtype | None]:
     """(casts of arguments, `dtype=` that the op is given), after which it computes the same."""
     want = _dtypes(node.meta["val"])
     kind = next(t.device.type for t in given if isinstance(t, Tensor))
@@ -99,7 +99,7 @@ def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dt
             continue
     raise TraceError(f"what autocast does to {op.name()} cannot be written out",
                      where=where, fix="turn autocast off around it, or everywhere, and ask for "
-                     "precision='bfloat16'")  # fmt: skip
+                     "precision='bfloat16'")
 
 
 def _casts(op: OpOverload, given: list[Any], spec: Any, state: Any) -> Casts:

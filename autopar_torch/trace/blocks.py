@@ -70,7 +70,7 @@ def _refuse_write_to_view(node: fx.Node) -> None:
     if base is not None and is_mutable(node) and op_name(node) != "batch_norm" and _is_view(base):
         raise TraceError(f"{op_name(node)} writes into a view of a computed value",
                          where=node.meta.get("module", ""),
-                         fix="assign the result to a new tensor instead")  # fmt: skip
+                         fix="assign the result to a new tensor instead")
 
 
 def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
@@ -107,7 +107,7 @@ def units(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     runs: list[tuple[str, list[fx.Node]]] = []
     for key, node in zip(keys, nodes, strict=True):
         if runs and (runs[-1][0] == key or (not key and _numbered(keys[0]) == "" and not any(
-            map(_numbered, keys)))):  # fmt: skip
+            map(_numbered, keys)))):
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))
@@ -142,7 +142,7 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list
     pieces = []
     for index, (name, nodes) in enumerate(runs):
         leaving = [n for n in nodes if n in results or any(
-            u in owner and owner[u] != index for u in n.users)]  # fmt: skip
+            u in owner and owner[u] != index for u in n.users)]
         for k, node in enumerate(leaving):
             values[node] = f"{name}:{k}"
         pieces.append(_piece(name, nodes, leaving, values, sources))
@@ -150,7 +150,7 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list
 
 
 def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict[fx.Node, str],
-           sources: dict[str, Source]) -> Piece:  # fmt: skip
+           sources: dict[str, Source]) -> Piece:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inside = set(nodes)
@@ -174,7 +174,7 @@ def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict
 
 
 def _slot(piece: Piece, node: fx.Node, values: dict[fx.Node, str],
-          sources: dict[str, Source]) -> tuple[str, dict[str, str], str]:  # fmt: skip
+          sources: dict[str, Source]) -> tuple[str, dict[str, str], str]:
     if node in values:
         return f"x{len(piece.inputs)}", piece.inputs, values[node]
     source = sources.get(node.name) if node.op == "placeholder" else None

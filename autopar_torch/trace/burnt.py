@@ -33,7 +33,7 @@ def is_library(hook: Any) -> bool:
 
 def user_hooks(module: nn.Module) -> list[tuple[str, Any]]:
     return [(kind, hook) for kind in HOOKS for hook in getattr(module, kind, {}).values()
-            if not is_library(hook)]  # fmt: skip
+            if not is_library(hook)]
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -96,7 +96,7 @@ class Burnt:
                 and list(map(_grad, self._tensors)) == self._grads
                 and list(map(_version, self._loose)) == self._versions
                 and self._containers == self._copies
-            )  # fmt: skip
+            )
 
     def _look(self) -> None:
         modules = dict(self.model.named_modules())
@@ -131,7 +131,7 @@ class Burnt:
         return dict(self._describe(dict(self.model.named_modules()), reads))
 
     def _describe(self, modules: Mapping[str, nn.Module],
-                  reads: frozenset[Read]) -> Iterator[tuple[tuple[str, str], str]]:  # fmt: skip
+                  reads: frozenset[Read]) -> Iterator[tuple[tuple[str, str], str]]:
         for name, module in modules.items():
             kind = kind_of(type(module))
             yield (name, "class"), kind
@@ -162,7 +162,7 @@ class Burnt:
 def tensors_of(model: nn.Module) -> dict[str, Any]:
     """Every parameter and buffer under each of its names."""
     return {name: tensor for items in (model.named_parameters, model.named_buffers)
-            for name, tensor in items(remove_duplicate=False)}  # fmt: skip
+            for name, tensor in items(remove_duplicate=False)}
 
 
 def replaced(model: nn.Module, before: Mapping[str, Any]) -> list[str]:

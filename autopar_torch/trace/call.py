@@ -70,12 +70,12 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, 
     sized = [t for t in tensors if t.dim() > 0]
     if not sized:
         raise TraceError("the batch holds no tensor with rows", where="model(...)",
-                         fix="pass the batch as tensors whose first dim is the batch")  # fmt: skip
+                         fix="pass the batch as tensors whose first dim is the batch")
     num_rows = sized[0].shape[0]
     rows = tuple(t.dim() > 0 and t.shape[0] == num_rows for t in tensors)
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     shapes = tuple(tuple(t.shape) for t in tensors)
     dtypes = tuple(t.dtype for t in tensors)
     cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-                 if torch.is_autocast_enabled(kind))  # fmt: skip
+                 if torch.is_autocast_enabled(kind))
     return Call(spec, rest, where, shapes, dtypes, rows, num_rows, cast), tensors

@@ -53,7 +53,7 @@ class _Flat(nn.Module):
     def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None,
                  wanted: tuple[str, ...] | None,
                  tell: Callable[[tuple[tuple[str, ...], Form]], None],
-                 dtype: torch.dtype | None) -> None:  # fmt: skip
+                 dtype: torch.dtype | None) -> None:
         super().__init__()
         self.dtype = dtype
         self.model, self.call, self.loss_fn, self.wanted = model, call, loss_fn, wanted
@@ -78,10 +78,10 @@ def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...
             f"the model returns no loss, only {', '.join(named) or 'nothing'}", where="forward",
             fix="return a scalar loss, or pass loss_fn=lambda output, target: ... to "
             "parallelize and target=... with the batch",
-        )  # fmt: skip
+        )
     if missing:
         raise PlanError(f"the model returns no {', '.join(missing)}, only {', '.join(named)}",
-                        where="outputs=")  # fmt: skip
+                        where="outputs=")
     return wanted
 
 
@@ -102,13 +102,13 @@ def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
         name: ParamInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad,
                         not isinstance(t, nn.Parameter), tuple(others))
         for name, *others in names.values() for t in (tensors[name],)
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device,
                 shapes: dict[str, ParamInfo],
-                dtype: torch.dtype | None) -> Iterator[None]:  # fmt: skip
+                dtype: torch.dtype | None) -> Iterator[None]:
     """Put tensors without data in the place of parameters and buffers while tracing."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     fakes: dict[int, Tensor] = {}
@@ -131,7 +131,7 @@ def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device,
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device, info: ParamInfo | None,
-          dtype: torch.dtype | None) -> Tensor:  # fmt: skip
+          dtype: torch.dtype | None) -> Tensor:
     shape = tensor.shape if info is None else info.shape
     is_param = isinstance(tensor, nn.Parameter)
     cast = dtype if dtype and is_param and tensor.is_floating_point() else tensor.dtype
@@ -172,7 +172,7 @@ def capture(
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen()):  # fmt: skip
+          call.surroundings(device), flat.effects.seen()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
         except AutoparError:
@@ -190,7 +190,7 @@ def capture(
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
     return Captured(program.graph, program.graph_module, sources, *told[-1], flat.effects.reads,
-                    consts, dict(call.autocast).get(device.type))  # fmt: skip
+                    consts, dict(call.autocast).get(device.type))
 
 
 def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ _PRODUCTS = {
     "multi_head_attention_forward", "layer_norm", "group_norm", "instance_norm", "rms_norm",
     "prelu", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell",
     "rnn_tanh_cell", "rnn_relu_cell", "grid_sample",
-}  # fmt: skip
+}
 _INTO = {"index_put", "index_add", "index_copy", "scatter", "scatter_add", "masked_scatter"}
 _INTO |= {f"{name}_" for name in (*_INTO, "addmm", "addbmm", "baddbmm", "addmv", "addr")}
 _LOSSES = {
@@ -32,7 +32,7 @@ _LOSSES = {
     "gaussian_nll_loss", "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss",
     "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
     "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss", "log_softmax",
-}  # fmt: skip
+}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -53,7 +53,7 @@ def flatten(captured: Captured) -> fx.Graph:
 
 
 def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozenset[str],
-          autocast: torch.dtype | None) -> Any:  # fmt: skip
+          autocast: torch.dtype | None) -> Any:
     """Copy the nodes of one (nested) graph and return what it returns."""
     for node in module.graph.nodes:
         if node.op == "output":
@@ -82,20 +82,20 @@ def _picks_from_region(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
 
 
 def _inline(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
-            params: frozenset[str], autocast: torch.dtype | None) -> Any:  # fmt: skip
+            params: frozenset[str], autocast: torch.dtype | None) -> Any:
     """A region of its own gradient mode. Without gradients nothing in it sees that its inputs have
     any: some ops (`out=`) refuse those. Buffers stay themselves: it may write to them."""
     enabled, inner, *args = node.args
     given = [env[cast(fx.Node, a)] for a in args]
     if not enabled:
         given = [_detached(graph, v) if v.op != "placeholder" or v.name in params else v
-                 for v in given]  # fmt: skip
+                 for v in given]
     results = _region(graph, inner, given, module, params, autocast)
     return results if enabled else tuple(_detached(graph, r) for r in results)
 
 
 def _inline_autocast(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.Node, Any],
-                     params: frozenset[str], outside: torch.dtype | None) -> Any:  # fmt: skip
+                     params: frozenset[str], outside: torch.dtype | None) -> Any:
     kind, dtype, enabled, _, inner, *args = node.args
     own = cast(Any, dtype) if enabled else None
     values = (n.meta.get("val") for n in node.all_input_nodes)
@@ -105,7 +105,7 @@ def _inline_autocast(graph: fx.Graph, node: fx.Node, module: Any, env: dict[fx.N
 
 
 def _region(graph: fx.Graph, ref: Any, given: list[Any], module: Any, params: frozenset[str],
-            autocast: torch.dtype | None) -> tuple[Any, ...]:  # fmt: skip
+            autocast: torch.dtype | None) -> tuple[Any, ...]:
     inner = getattr(module, str(ref.target))
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
     return tuple(_copy(graph, inner, dict(zip(places, given, strict=True)), params, autocast))

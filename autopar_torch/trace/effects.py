@@ -46,7 +46,7 @@ class Effects:
         _refuse_hooks(self.model)
         try:
             with (_set(nn.Module, __getattribute__=self._getter(), __setattr__=self._setter()),
-                  _set(CheckpointFunction, apply=staticmethod(_unrolled))):  # fmt: skip
+                  _set(CheckpointFunction, apply=staticmethod(_unrolled))):
                 yield
         finally:
             for module, then in self.before.items():
@@ -62,7 +62,7 @@ class Effects:
                 "forward draws random numbers from Python or numpy, so a trace would repeat the "
                 "first ones for ever", where="forward",
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
-            )  # fmt: skip
+            )
         for name, module in self.model.named_modules():
             then, now = self.before.get(module, {}), _state(module)
             for key in {**then, **now}:
@@ -74,7 +74,7 @@ class Effects:
                         f"forward changes {name or 'the model'}.{key}, and a trace would change it "
                         "once", where=line,
                         fix="register it as a buffer, or change it outside of forward" + _OTHERS,
-                    )  # fmt: skip
+                    )
 
     def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
@@ -138,7 +138,7 @@ def _restore(module: nn.Module, then: State) -> None:
         if value is not items and not _equal(_held(value), items):
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(
-                dict(items) if isinstance(value, dict) else items)  # fmt: skip
+                dict(items) if isinstance(value, dict) else items)
 
 
 def refuse_functions(outputs: Iterable[Tensor]) -> None:
@@ -156,7 +156,7 @@ def refuse_functions(outputs: Iterable[Tensor]) -> None:
                 f"{own.__qualname__} is an autograd.Function with a backward of its own, which a "
                 "trace does not keep", where=kind_of(own),
                 fix="write it with torch operations or as a torch.library.custom_op" + _OTHERS,
-            )  # fmt: skip
+            )
 
 
 def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
@@ -183,4 +183,4 @@ def _hook_error(hook: Any, kind: str, name: str, what: str) -> TraceError:
     return TraceError(
         f"the hook {called} ({kind.strip('_')}) of {where} {what}", where=where,
         fix="remove it before training, or compute it in forward" + _OTHERS,
-    )  # fmt: skip
+    )

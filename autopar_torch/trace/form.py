@@ -79,7 +79,7 @@ def form_of(names: Iterable[str]) -> Form:
 
 
 def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
-               kwargs: dict[str, Any]) -> tuple[Form, dict[str, Tensor]]:  # fmt: skip
+               kwargs: dict[str, Any]) -> tuple[Form, dict[str, Tensor]]:
     """What the model returns; where `target=` is given, with the loss of `loss_fn`."""
     target = (kwargs.pop("target"),) if loss_fn and "target" in kwargs else ()
     output = model(*args, **kwargs)

@@ -23,7 +23,7 @@ _MEAN, _SUM = 1, 2
 _MEANS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
           "hinge_embedding_loss", "huber_loss", "l1_loss", "margin_ranking_loss", "mse_loss",
           "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss",
-          "soft_margin_loss", "triplet_margin_loss")  # fmt: skip
+          "soft_margin_loss", "triplet_margin_loss")
 
 
 def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
@@ -140,7 +140,7 @@ def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     """Of the values of a loss: one for each element, or one a row."""
     empty = {n: torch.empty(info_of(n).shape, dtype=getattr(torch, info_of(n).dtype), device="meta")
-             for n in node.all_input_nodes}  # fmt: skip
+             for n in node.all_input_nodes}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), empty.__getitem__)
     with torch.device("meta"):
         return tuple(node.target(*args, **kwargs).shape)  # type: ignore[operator, arg-type]

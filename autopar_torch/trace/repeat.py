@@ -53,7 +53,7 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...] | None:
     seen: list[Any] = [type(module)]
     tensors = {**module._parameters, **module._buffers}
     seen += [(n, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad))
-             for n, t in tensors.items()]  # fmt: skip
+             for n, t in tensors.items()]
     for name, value in sorted(vars(module).items()):
         if name.startswith("_") or value is module:
             continue

@@ -64,7 +64,7 @@ def _lines(graph: fx.Graph) -> list[_Line]:
     refs: Any = {node: _Ref(index) for index, node in enumerate(graph.nodes)}
     return [(node.op, node.name, node.target,
              *fx.node.map_arg((node.args, node.kwargs), refs.__getitem__), info_of(node))
-            for node in graph.nodes]  # fmt: skip
+            for node in graph.nodes]
 
 
 def _graph(lines: list[_Line]) -> fx.Graph:

@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
         ended = lab.run(
             options.command, timeout_s=options.timeout_s,
             ranks_per_node=options.ranks_per_node, echo=True,
-        )  # fmt: skip
+        )
     failed = [code for code, _ in ended if code]
     return next((code for code in failed if code > 0), 128 - failed[0] if failed else 0)
 

@@ -134,7 +134,7 @@ class Lab:
     def run(
         self, command: Sequence[str], *, timeout_s: float, ranks_per_node: int = 1,
         grace_s: float = 20, env: Mapping[str, str] | None = None, echo: bool = False,
-    ) -> list[Ended]:  # fmt: skip
+    ) -> list[Ended]:
         """Run a command once per rank and wait for all; TimeoutError at the time limit.
 
         When a rank fails, the others have `grace_s` seconds. Then, as at the limit, everything that

@@ -44,7 +44,7 @@ class Box:
         done = subprocess.run(
             self.enter([tool, "-batch", "-"], ["net"]), input="\n".join(lines) + "\n",
             capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        )
         if done.returncode:
             raise failure(f"{tool} {lines}", done.stderr or done.stdout)
 
@@ -54,7 +54,7 @@ class Box:
         subprocess.run(
             self.enter(["sh", "-c", f"kill -{number} -1"], ["mount", "pid"]),
             stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=False,
-        )  # fmt: skip
+        )
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def held(name: str, hosts: str) -> Iterator[Box]:
         [*command, "sh", "-c", HOLD, "sh", name, hosts],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, text=True,
-    )  # fmt: skip
+    )
     try:
         if holder.stdout and holder.stdout.readline() != "ready\n":
             raise failure(f"the namespaces of {name}", holder.communicate(timeout=120)[1])
