@@ -13,24 +13,13 @@ from torch import Tensor, nn
 
 from . import files
 from .errors import AutoparError, PlanError, TraceError
+from .find import choose, measuring, offline, session
+from .find.confirm import confirmed
 from .guards import Guards
 from .limits import Count, Seconds
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
-from .run import (
-    agree,
-    choose,
-    doors,
-    fallback,
-    observe,
-    offline,
-    shardings,
-    survey,
-    tracing,
-    verify,
-    world,
-)
-from .run.confirm import confirmed
+from .run import agree, doors, fallback, shardings, tracing, verify, world
 from .run.materialize import full_values
 from .run.model import ParallelModel
 from .run.randomness import untouched
@@ -131,7 +120,7 @@ def plan(
     """
     asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
                  precision=precision, constraints=constraints, loss_fn=loss_fn)
-    known = survey.Known(tuple(asked.options), asked.profile)
+    known = measuring.Known(tuple(asked.options), asked.profile)
     return choose.best(asked.graph, known, asked.num_rows, asked.limits)
 
 
@@ -176,7 +165,7 @@ def measure(
     constraints: Constraints | Mapping[str, Any] | None = None,
     seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
-) -> survey.Known:
+) -> measuring.Known:
     """What planning for this model needs to know of the machines torchrun started. With more
     `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
     limits, seconds = _limits(constraints), files.checked(seconds, Seconds, "seconds")
@@ -186,8 +175,8 @@ def measure(
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
     traced = tracing.once(own, place)(call, True, ("loss",))
     with untouched(world.device()):
-        return survey.measure(traced, call, tensors, dict(model.named_buffers()), place,
-                              world.device(), observe.cluster_of(place), limits,
+        return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
+                              world.device(), session.cluster_of(place), limits,
                               seconds)
 
 

@@ -130,7 +130,7 @@ class Side:
 
 def session_for(sides: dict[str, Side]) -> Any:
     """Everything that the simulator would ask about these plans, ready to be measured."""
-    from autopar_torch.run.observe import session
+    from autopar_torch.find.session import session
     from autopar_torch.trace.call import take_apart
 
     side = next(iter(sides.values()))
@@ -177,7 +177,7 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
 
 def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
     """A plan's prediction beside what was measured; all ranks call it."""
-    from autopar_torch.run.confirm import slowest
+    from autopar_torch.find.confirm import slowest
     from autopar_torch.simulate import simulate
 
     timeline = simulate(side.model.plan, side.model.graph, profile, num_rows, draws=DRAWS)

@@ -32,8 +32,9 @@ from autopar_torch import api, files
 from autopar_torch.cli import main
 from autopar_torch.cluster import Change, Cluster, Device, Link
 from autopar_torch.errors import AutoparError
+from autopar_torch.find import measuring, offline
 from autopar_torch.plan import Plan, load_plan
-from autopar_torch.run import offline, survey, tracing
+from autopar_torch.run import tracing
 from autopar_torch.search.space import Constraints
 from autopar_torch.simulate import simulate
 from autopar_torch.trace.call import take_apart
@@ -109,8 +110,8 @@ class Desk:
         self.traced = own(call, True, ("loss",))
         limits = Constraints(tp=2)
         assumed = offline.known_of(self.traced, ROWS, self.cluster, limits)
-        self.known = survey.Known(assumed.options, assumed.profile,
-                                  survey.digest(self.traced.graph), survey.made_with())
+        self.known = measuring.Known(assumed.options, assumed.profile,
+                                  measuring.digest(self.traced.graph), measuring.made_with())
         best = api.plan(model, inputs, self.cluster, global_batch_size=ROWS, constraints=limits)
         self.plan = best.plan
 

@@ -66,9 +66,9 @@ def rank_main(model: str, rows: int, out: str) -> None:
 
     import autopar_torch as ap
     from autopar_torch import files
-    from autopar_torch.run import choose
-    from autopar_torch.run.confirm import race
-    from autopar_torch.run.observe import cluster_of
+    from autopar_torch.find import choose
+    from autopar_torch.find.confirm import race
+    from autopar_torch.find.session import cluster_of
     from autopar_torch.search.explain import short
     from autopar_torch.search.space import Constraints
     from autopar_torch.trace.call import take_apart

@@ -22,7 +22,7 @@ from search_race import case_of, timed
 
 import autopar_torch as ap
 from autopar_torch import api
-from autopar_torch.run.offline import profile_for
+from autopar_torch.find.offline import profile_for
 from autopar_torch.simulate import simulate
 
 CLUSTER, MICRO_BATCHES, ROWS = "128x8xA100-80", 128, 1536

@@ -15,7 +15,7 @@ from msgspec import structs
 from autopar_torch import Plan, api, files, load_plan
 from autopar_torch.cli import main
 from autopar_torch.cluster import Cluster, Device, Link
-from autopar_torch.run import survey
+from autopar_torch.find import measuring
 
 MODEL = """
 import torch
@@ -118,7 +118,7 @@ def test_what_was_measured_of_another_model_is_refused(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = api.case(*_model(given[0]), given[2], global_batch_size=64)
-    own = survey.Known(tuple(asked.options), asked.profile, survey.digest(asked.graph))
+    own = measuring.Known(tuple(asked.options), asked.profile, measuring.digest(asked.graph))
     for name, known in (("own", own), ("other", structs.replace(own, model="another"))):
         files.save(known, tmp_path / f"{name}.json")
     rest = ["--global-batch-size", "64"]

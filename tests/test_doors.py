@@ -18,9 +18,10 @@ from autopar_torch import Plan, api, files, load_plan
 from autopar_torch.cli import main
 from autopar_torch.cluster import Change, Cluster, Device, Link, named
 from autopar_torch.errors import AutoparError, FileError, NounError, PlanError, ShardingError
+from autopar_torch.find import measuring
 from autopar_torch.plan import check, fit
 from autopar_torch.profile import Cell, Curve, Piece, Profile
-from autopar_torch.run import shardings, survey, verify
+from autopar_torch.run import shardings, verify
 from autopar_torch.search.why import Case
 from autopar_torch.simulate import simulate
 from ranks import run_ranks
@@ -208,10 +209,10 @@ def test_what_was_measured_long_ago_or_with_another_torch_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     known = desk().known
-    survey.tell_stale(known)
+    measuring.tell_stale(known)
     assert not caplog.text
     old = msgspec.structs.replace(known, made_with={"torch": "1.0", "day": "2020-01-01"})
-    survey.tell_stale(old)
+    measuring.tell_stale(old)
     assert "torch was 1.0" in caplog.text and "2020-01-01" in caplog.text
 
 

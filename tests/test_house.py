@@ -25,7 +25,8 @@ MEASURE = TRACE | {"measure"}
 SIMULATE = MEASURE | {"simulate"}
 SEARCH = SIMULATE | {"search"}
 RUN = SEARCH | {"run"}
-API = RUN | {"report", "api"}
+FIND = RUN | {"find"}
+API = FIND | {"report", "api"}
 MAY_IMPORT = dict.fromkeys(NOUNS, NOUNS) | {
     "shard": SHARD,
     "trace": TRACE,
@@ -33,6 +34,7 @@ MAY_IMPORT = dict.fromkeys(NOUNS, NOUNS) | {
     "simulate": SIMULATE,
     "search": SEARCH,
     "run": RUN,
+    "find": FIND,
     "report": NOUNS | {"report"},
     "api": API,
     "__init__": API,

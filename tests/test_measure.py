@@ -18,6 +18,9 @@ import torch
 import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
+from autopar_torch.find import choose
+from autopar_torch.find.confirm import race
+from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
 from autopar_torch.measure.beside import Beside, Probe, told
 from autopar_torch.measure.links import Line, Seen
@@ -26,9 +29,6 @@ from autopar_torch.measure.session import crowd
 from autopar_torch.measure.stats import evened, paced_medians, trimmed_mean
 from autopar_torch.plan import fit
 from autopar_torch.profile import AGAIN, Cell, Curve, Lookup, Piece, Profile, merged
-from autopar_torch.run import choose, survey
-from autopar_torch.run.confirm import race
-from autopar_torch.run.observe import cluster_of, session, session_on
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
 from autopar_torch.shard.collectives import Axis
@@ -220,7 +220,7 @@ def test_noise_is_measured_away_or_named(
 ) -> None:
     session = Shaky(sure_after)
     looks = []
-    monkeypatch.setattr(survey, "session_on", lambda *_, look: looks.append(look) or session)
+    monkeypatch.setattr(measuring, "session_on", lambda *_, look: looks.append(look) or session)
     known = ap.measure(*gpt(layers=1), seconds=seconds)
     assert looks == [seconds < 1], "whoever has time measures recomputing too"
     if known.profile.noise:

@@ -14,7 +14,7 @@ from msgspec import structs
 
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
-from autopar_torch.run import choose, survey
+from autopar_torch.find import choose, measuring
 from autopar_torch.search.best import SAFETY, Choice
 from autopar_torch.search.space import Constraints
 from autopar_torch.simulate import simulate
@@ -116,7 +116,7 @@ def test_what_the_engine_finds_too_large_is_not_taken(
 ) -> None:
     """The engine sees a quarter more bytes than the formula that the search goes by."""
     graph, options, profile, num_rows, _ = problem(seed)
-    known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
+    known = measuring.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: [
         structs.replace(c, memory_bytes=1.25 * c.memory_bytes) for c in choices])
@@ -147,7 +147,7 @@ def test_as_many_plans_are_kept_as_are_to_be_tried(
     kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, options, profile, num_rows, _ = problem(5)
-    known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
+    known = measuring.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: choices)
     found = choose.best(graph, known, num_rows, Constraints(), kept)
@@ -158,7 +158,7 @@ def test_an_equal_question_is_not_searched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, options, profile, num_rows, _ = problem(5)
-    known = survey.Known(tuple(options), structs.replace(profile.profile, assumed=False))
+    known = measuring.Known(tuple(options), structs.replace(profile.profile, assumed=False))
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: choices)

@@ -12,9 +12,9 @@ import torch
 import autopar_torch as ap
 from autopar_torch.cluster import LOOPBACK, Cluster, Device, Link
 from autopar_torch.errors import SearchError
+from autopar_torch.find.ways import hidden, meshes, option, options
 from autopar_torch.plan import Sharding
 from autopar_torch.profile import Curve, Lookup, Profile
-from autopar_torch.run.options import hidden, meshes, option, options
 from autopar_torch.search.space import Constraints
 from autopar_torch.shard import solve
 from autopar_torch.shard.convert import conversions

@@ -16,9 +16,9 @@ import autopar_torch as ap
 from autopar_torch import schedule as schedules
 from autopar_torch.cluster import Change, named
 from autopar_torch.errors import ScheduleError
+from autopar_torch.find.offline import profile_for
 from autopar_torch.profile import Jitter
 from autopar_torch.report.perfetto import export
-from autopar_torch.run.offline import profile_for
 from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
 from autopar_torch.simulate import memory, simulate

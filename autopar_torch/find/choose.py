@@ -20,15 +20,15 @@ from ..cluster import Cluster
 from ..errors import AutoparError, FileError
 from ..model import ModelGraph
 from ..profile import Profile
+from ..run.world import World
 from ..search.best import KEPT, MOST_OFF, SAFETY, Choice, Outcome, search, varied
 from ..search.space import Constraints
 from ..simulate import simulate
 from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
-from .observe import cluster_of
-from .survey import MOST_KEPT, Known, measure, name_noise, tell_stale
-from .world import World
+from .measuring import MOST_KEPT, Known, measure, name_noise, tell_stale
+from .session import cluster_of
 
 Noun = TypeVar("Noun", Known, Outcome)
 log = logging.getLogger("autopar_torch")

@@ -13,15 +13,15 @@ from ..measure.blocks import Context
 from ..measure.session import Session
 from ..plan import Plan, Replica
 from ..profile import CellNeed, CurveNeed
+from ..run.context import Prologue
+from ..run.executor import Executor, Mail
+from ..run.handover import hand_over
+from ..run.record import SILENT
+from ..run.world import World
 from ..schedule import Schedule
 from ..simulate.needs import needs_of
 from ..trace import Traced
 from ..trace.call import Call, take_apart
-from .context import Prologue
-from .executor import Executor, Mail
-from .handover import hand_over
-from .record import SILENT
-from .world import World
 
 
 def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Sequence[Tensor],

@@ -11,14 +11,15 @@ from ..cluster import Cluster, Device, Link, named
 from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
+from ..run import verify
+from ..run.shardings import complete
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
 from ..simulate.needs import cells_of
 from ..trace import Traced
-from . import options as ways, verify
-from .shardings import complete
-from .survey import MOST_TP, Known, digest, tell_stale
+from . import ways
+from .measuring import MOST_TP, Known, digest, tell_stale
 
 Where = Cluster | Known | str | os.PathLike[str]
 MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines

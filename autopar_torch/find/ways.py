@@ -12,13 +12,13 @@ from ..cluster import Cluster, Link
 from ..errors import SearchError
 from ..plan import Plan, Stage
 from ..profile import Cell, CellNeed, Lookup, cell_key
+from ..run.shardings import complete
 from ..search.space import Candidate, Constraints, Option, as_plan, divisors
 from ..shard.estimate import estimate
 from ..shard.layout import Square, parse_forms, side
 from ..shard.price import Prices
 from ..shard.solve import Spatial
 from ..trace import Traced
-from .shardings import complete
 
 log = logging.getLogger("autopar_torch")
 SMALL, LARGE = 4096.0, 2.0**20  # sizes that tell latency and bandwidth of a link

@@ -24,6 +24,7 @@ from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import QUICK_S, CellNeed, CurveNeed, Lookup, Profile, cell_key, few
+from ..run.world import World
 from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
@@ -31,9 +32,8 @@ from ..simulate.needs import needs_of
 from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
-from . import options as ways
-from .observe import session_on
-from .world import World
+from . import ways
+from .session import session_on
 
 log = logging.getLogger("autopar_torch")
 MOST_TP = 8

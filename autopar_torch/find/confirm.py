@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..guards import Guards
 from ..measure.stats import paced_medians
+from ..run.materialize import full_values
+from ..run.model import ParallelModel
+from ..run.world import World
 from ..search.best import Choice, Outcome, varied
 from ..shard.watch import between, stamp
 from ..trace import Traced
 from ..trace.call import Call
-from .materialize import full_values
-from .model import ParallelModel
-from .world import World
 
 # Rounds; who is slower than the best by that then stops.
 HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.04), (64, 1.02), (128, 1.0))
