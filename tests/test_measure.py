@@ -18,7 +18,7 @@ import torch
 import autopar_torch as ap
 from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.errors import ProfileError
-from autopar_torch.find import choose
+from autopar_torch.find import choose, measuring
 from autopar_torch.find.confirm import race
 from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
