@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -88,9 +88,9 @@ def parallelize(
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given, _Asked(limits, confirm, loss_fn, source))
 
-    parallel = ParallelModel(model, place, device, prepare, outputs, watched)
-    own = tracing.tracer(model, device, loss_fn, (given or limits).precision)
-    parallel.retrace = tracing.once(own, place)
+    retrace = tracing.once(tracing.tracer(model, device, loss_fn, (given or limits).precision),
+                           place)
+    parallel = ParallelModel(model, place, device, prepare, retrace, outputs, watched)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -287,7 +287,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
              asked: _Asked) -> None:
     """Trace, plan, hand out the parameters, and try the programs that were not made just now."""
     try:
-        traced: Traced = cast(Any, parallel.retrace)(call, True, ("loss", *parallel.outputs))
+        traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
         _untraced(parallel, given, asked, error)
         return
@@ -348,7 +348,7 @@ def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) ->
     except AutoparError as found:
         error = found
     place.together(error)
-    return files.decode(place.agree(files.encode(plan)), Plan)
+    return place.told(plan, Plan)
 
 
 def _tell(plan: Plan, traced: Traced) -> None:

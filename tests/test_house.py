@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "autopar_torch"
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+           for path in SOURCES}
 MOST_LINES = 450
 
 NOUNS = {
@@ -79,6 +81,18 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, room_of_name(name[1:])
 
 
+def modules_imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, also for its types alone."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            names = {f"{base}.{alias.name}" for alias in node.names} & set(MODULES)
+            found |= names or {base}
+    return found
+
+
 def room_of_name(name: list[str]) -> str:
     """`from autopar_torch import Plan` takes a public name, not a room."""
     folder = ROOT / PACKAGE
@@ -88,6 +102,14 @@ def room_of_name(name: list[str]) -> str:
 
 def places(path: Path, lines: Iterator[int]) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{line}" for line in lines]
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    imported = {name: modules_imported(path) - {name} for name, path in MODULES.items()}
+    while free := {name for name, others in imported.items() if not others & set(imported)}:
+        for name in free:
+            del imported[name]
+    assert not imported, f"these import each other: {sorted(imported)}"
 
 
 def test_imports_run_one_way() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import files
 from ..cluster import Cluster
-from ..errors import AutoparError, FileError
+from ..errors import FileError
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
@@ -42,16 +42,9 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     cluster = cluster_of(world)
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
-    error: AutoparError | None = None
-    found = None
     with world.doing("searching"):
-        if world.rank == 0:
-            try:
-                found = found_before(traced.graph, known, call.num_rows, limits, kept)
-            except AutoparError as failed:
-                error = failed
-        world.together(error)
-        return files.decode(world.agree(files.encode(found)), Outcome)
+        return world.by_first(Outcome, lambda: found_before(traced.graph, known, call.num_rows,
+                                                            limits, kept))
 
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
@@ -121,7 +114,7 @@ def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     """From the cache, else measured now."""
     path = cache_path(_fingerprint(traced, call, cluster, limits))
     cached = _load(path, Known) if world.rank == 0 else None
-    cached = files.decode(world.agree(files.encode(cached)), Known | None)  # type: ignore[arg-type]
+    cached = world.told(cached, Known | None)  # type: ignore[arg-type]
     if cached is not None:
         log.info("profile: from %s", path)
         if world.rank == 0:

@@ -77,9 +77,8 @@ class _Trial:
         self.args, self.kwargs = call.rebuild(tensors)
         module = copy.deepcopy(parallel.module)
         world, device = parallel.world, parallel.device
-        self.model = ParallelModel(module, world, device, lambda *_: None, parallel.outputs,
-                                   UNWATCHED)
-        self.model.retrace = parallel.retrace
+        self.model = ParallelModel(module, world, device, lambda *_: None, parallel.retrace,
+                                   parallel.outputs, UNWATCHED)
         self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []

@@ -133,7 +133,7 @@ def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_r
             close = [c.plan for c in (found.best, *found.runners_up) if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
             log.debug("profile: no plan to look at more closely: %s", error)
-    return files.decode(world.agree(files.encode(close)), list[Plan])
+    return world.told(close, list[Plan])
 
 
 def name_noise(profile: Profile, world: World) -> None:
@@ -206,4 +206,4 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     made: list[Option] = []
     for mesh in shapes if world.rank == 0 else ():
         made += ways.options(traced, mesh, prices(mesh), limits.rings)
-    return files.decode(world.agree(files.encode(made)), list[Option])
+    return world.told(made, list[Option])

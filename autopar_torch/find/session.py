@@ -13,9 +13,9 @@ from ..measure.blocks import Context
 from ..measure.session import Session
 from ..plan import Plan, Replica
 from ..profile import CellNeed, CurveNeed
-from ..run.context import Prologue
 from ..run.executor import Executor, Mail
 from ..run.handover import hand_over
+from ..run.prologue import Prologue
 from ..run.record import SILENT
 from ..run.world import World
 from ..schedule import Schedule

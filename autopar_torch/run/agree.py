@@ -51,7 +51,7 @@ def ask(world: World, number: int) -> Callable[[], bool]:
 
 def differences(world: World, own: Facts) -> list[str]:
     """A line for each fact that is not the same on all ranks; all ranks must call this."""
-    everyone = [files.decode(data, dict[str, str]) for data in world.exchange(files.encode(own))]
+    everyone = world.everyones(dict(own), dict[str, str])
     columns = {name: [facts.get(name, "none") for facts in everyone]
                for facts in everyone for name in facts}
     lines = [f"{name}: {_by_rank(values)}" for name, values in columns.items()

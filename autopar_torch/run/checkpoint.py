@@ -10,27 +10,23 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import files
 from ..errors import AutoparError, CheckpointError
 from ..shard.holdings import Box
 from . import optimizers, plainly, steps, stored
+from .full_state import same_shape
 from .optimizers import ELEMENTWISE
-from .params import Held
+from .params import Held, ParamStore
 from .sharded import Sharded, local as local_of, mark
 from .spread import views
-from .state import same_shape, spoken
 from .stored import TENSOR, Checkpoint, Manifest, OptimizerState, Piece, State, Stored, StoredFile
 from .tensorfile import DTYPES, dtype_name, write
-
-if TYPE_CHECKING:
-    from .model import ParallelModel
 
 Folder = str | os.PathLike[str]
 
@@ -70,11 +66,11 @@ def _own(tensor: Tensor) -> Tensor:
     return local_of(tensor).detach()
 
 
-def _part(model: ParallelModel, held: Held, name: str, local: Tensor, saving: bool) -> Cut:
+def _part(store: ParamStore, held: Held, name: str, local: Tensor, saving: bool) -> Cut:
     """All that this rank has; where it saves what it speaks for: over all ranks every element once.
     Writing into the views writes into the part."""
     boxes = [box for box in held.boxes() if all(box[1])]
-    found = spoken(model, held, local) if saving else zip(boxes, views(local, boxes), strict=True)
+    found = store.spoken(held, local) if saving else zip(boxes, views(local, boxes), strict=True)
     return Cut(name, held.shape, local, [(box, view) for box, view in found if all(box[1])])
 
 
@@ -85,22 +81,21 @@ def _whole(name: str, tensor: Tensor, here: bool) -> Cut:
     return Cut(name, shape, tensor, [(box, tensor.detach())] if here and all(shape) else [])
 
 
-def _of_model(model: ParallelModel, saving: bool) -> Iterator[Cut]:
-    store = model.store
+def _of_model(store: ParamStore, saving: bool) -> Iterator[Cut]:
     for held in store.held.values():
-        yield _part(model, held, f"model.{held.name}", _own(held.tensor), saving)
+        yield _part(store, held, f"model.{held.name}", _own(held.tensor), saving)
     for name, tensor in store.tensors.items():
         if name not in store.holdings and not tensor.is_meta:
-            yield _whole(f"model.{name}", tensor, not saving or model.world.rank == 0)
+            yield _whole(f"model.{name}", tensor, not saving or store.world.rank == 0)
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def save(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = None,
+def save(store: ParamStore, folder: Folder, optimizer: Optimizer | None = None,
          step: int | None = None, keep: int | None = None) -> None:
     """Every rank writes what it speaks for; rank 0 commits when all is on the disk."""
-    world, root = model.store.world, Path(folder)
+    world, root = store.world, Path(folder)
     target = steps.target(root, step, keep)
     number = None if step is None else int(step)  # also of numpy
     hint = "make room or choose another folder; what was committed there before still is"
@@ -108,14 +103,14 @@ def save(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = Non
         generation = world.by_first(str, lambda: stored.begin(steps.room(root, target)))
         path = target / f"{generation}-{world.rank}.safetensors"
         try:
-            own = world.jointly(lambda: _write(model, optimizer, path))
+            own = world.jointly(lambda: _write(store, optimizer, path))
         except AutoparError:
             path.unlink(missing_ok=True)
             raise
-        written = [files.decode(data, Written) for data in world.exchange(files.encode(own))]
+        written = world.everyones(own, Written)
 
         def commit() -> None:
-            stored.commit(target, _manifest(model, optimizer, generation, number, written))
+            stored.commit(target, _manifest(store, optimizer, generation, number, written))
             if keep is not None:
                 steps.prune(root, target, keep)
 
@@ -124,19 +119,19 @@ def save(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = Non
 
 
 @torch.no_grad()
-def _write(model: ParallelModel, optimizer: Optimizer | None, path: Path) -> Written:
+def _write(store: ParamStore, optimizer: Optimizer | None, path: Path) -> Written:
     tensors: dict[str, Stored] = {}
     found: dict[str, Tensor] = {}
-    cuts, state = [*_of_model(model, True)], _state(model, optimizer)
+    cuts, state = [*_of_model(store, True)], _state(store, optimizer)
     for held, values in state:
         for key, value in values.items():
             if isinstance(value, Tensor):
-                name, first = f"optim.{held.name}.{key}", model.store.holdings[held.name][0].rank
-                cuts.append(_part(model, held, name, _own(value), True)
+                name, first = f"optim.{held.name}.{key}", store.holdings[held.name][0].rank
+                cuts.append(_part(store, held, name, _own(value), True)
                             if isinstance(value, Sharded) else
-                            _whole(name, value, first == model.world.rank))
+                            _whole(name, value, first == store.world.rank))
     for cut in sorted(cuts, key=lambda cut: (-cut.local.itemsize, cut.name)):  # at whole words
-        pieces = [(Piece(model.world.rank, *box), view) for box, view in cut.pieces]
+        pieces = [(Piece(store.world.rank, *box), view) for box, view in cut.pieces]
         tensors[cut.name] = Stored(dtype_name(cut.local, cut.name), cut.shape,
                                    tuple(piece for piece, _ in pieces))
         found |= {stored.key(cut.name, (p.offsets, p.sizes), cut.shape): v for p, v in pieces}
@@ -147,9 +142,9 @@ def _write(model: ParallelModel, optimizer: Optimizer | None, path: Path) -> Wri
     return Written(file, tensors, {held.name: _said(held, values) for held, values in state})
 
 
-def _state(model: ParallelModel, optimizer: Optimizer | None) -> list[tuple[Held, dict[str, Any]]]:
+def _state(store: ParamStore, optimizer: Optimizer | None) -> list[tuple[Held, dict[str, Any]]]:
     """What the optimizer keeps of the parameters that this rank has a part of."""
-    known = {id(held.tensor): held for held in model.store.held.values()}
+    known = {id(held.tensor): held for held in store.held.values()}
     state = {} if optimizer is None else optimizer.state
     return [(known[id(param)], values) for param, values in state.items() if id(param) in known]
 
@@ -160,7 +155,7 @@ def _said(held: Held, values: dict[str, Any]) -> dict[str, Any]:
             for key, value in values.items()}
 
 
-def _manifest(model: ParallelModel, optimizer: Optimizer | None, generation: str,
+def _manifest(store: ParamStore, optimizer: Optimizer | None, generation: str,
               step: int | None, written: list[Written]) -> Manifest:
     """What all ranks wrote, as one."""
     tensors: dict[str, Stored] = {}
@@ -170,20 +165,20 @@ def _manifest(model: ParallelModel, optimizer: Optimizer | None, generation: str
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = Stored(found.dtype, found.shape, (*before, *found.pieces))
         state |= {name: {**values, **state.get(name, {})} for name, values in own.state.items()}
-    return Manifest(stored.FORM, generation, type(model.module).__name__, step,
+    return Manifest(stored.FORM, generation, type(store.module).__name__, step,
                     tuple(own.file for own in written), tensors,
-                    None if optimizer is None else _settings(model, optimizer, state))
+                    None if optimizer is None else _settings(store, optimizer, state))
 
 
-def _settings(model: ParallelModel, optimizer: Optimizer, state: State) -> OptimizerState:
+def _settings(store: ParamStore, optimizer: Optimizer, state: State) -> OptimizerState:
     groups = tuple({k: plainly.plain(v, f"group {i} of the optimizer: {k}")
                     for k, v in group.items() if k != "params"}
                    for i, group in enumerate(optimizer.param_groups))
-    return OptimizerState(type(optimizer).__name__, groups, _members(model, optimizer), state)
+    return OptimizerState(type(optimizer).__name__, groups, _members(store, optimizer), state)
 
 
-def _members(model: ParallelModel, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
-    names = {id(tensor): name for name, tensor in model.store.tensors.items()}
+def _members(store: ParamStore, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
+    names = {id(tensor): name for name, tensor in store.tensors.items()}
     if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
         raise CheckpointError("the optimizer has parameters that are not the model's",
                               fix="make it of model.parameters()")
@@ -201,13 +196,13 @@ class Fitting(NamedTuple):
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def load(model: ParallelModel, folder: Folder, optimizer: Optimizer | None = None
+def load(store: ParamStore, folder: Folder, optimizer: Optimizer | None = None
          ) -> int | None:
     """Every rank reads the rectangles of its own plan; the number of the step, if it has one."""
-    world = model.store.world
+    world = store.world
     with _named("load", Path(folder), "give another checkpoint, or another copy of this one"):
         found = steps.opened(world, Path(folder))
-        fitting = world.jointly(lambda: _fitting(model, optimizer, found))
+        fitting = world.jointly(lambda: _fitting(store, optimizer, found))
         world.jointly(lambda: _take(optimizer, fitting))
     return found.manifest.step
 
@@ -225,17 +220,17 @@ def _take(optimizer: Optimizer | None, fitting: Fitting) -> None:
         optimizers.learn(optimizer)
 
 
-def _fitting(model: ParallelModel, optimizer: Optimizer | None, found: Checkpoint) -> Fitting:
-    manifest, cuts = found.manifest, [*_of_model(model, False)]
-    _same_names(model, {cut.name for cut in cuts}, manifest)
+def _fitting(store: ParamStore, optimizer: Optimizer | None, found: Checkpoint) -> Fitting:
+    manifest, cuts = found.manifest, [*_of_model(store, False)]
+    _same_names(store, {cut.name for cut in cuts}, manifest)
     fitting, saved = Fitting([], {}, []), manifest.optimizer
     if optimizer is not None:
         if saved is None:
             raise CheckpointError("it was saved without an optimizer",
                                   fix="load(folder) loads the model alone")
-        groups = _same_groups(model, optimizer, saved)
+        groups = _same_groups(store, optimizer, saved)
         fitting.groups.extend(zip(optimizer.param_groups, groups, strict=True))
-        cuts += _fit_state(model, optimizer, found, saved.state, fitting)
+        cuts += _fit_state(store, optimizer, found, saved.state, fitting)
     for cut in cuts:
         there, here = manifest.tensors[cut.name], dtype_name(cut.local, cut.name)
         same_shape(cut.name, there.shape, cut.shape, str(found.folder))
@@ -248,8 +243,8 @@ def _fitting(model: ParallelModel, optimizer: Optimizer | None, found: Checkpoin
     return fitting
 
 
-def _same_names(model: ParallelModel, own: set[str], manifest: Manifest) -> None:
-    here = own | {f"model.{name}" for name in model.store.holdings}
+def _same_names(store: ParamStore, own: set[str], manifest: Manifest) -> None:
+    here = own | {f"model.{name}" for name in store.holdings}
     there = {name for name in manifest.tensors if name.startswith("model.")}
     if here != there:
         shown = ", ".join(name.removeprefix("model.") for name in sorted(here ^ there)[:3])
@@ -260,10 +255,10 @@ def _same_names(model: ParallelModel, own: set[str], manifest: Manifest) -> None
         )
 
 
-def _same_groups(model: ParallelModel, optimizer: Optimizer,
+def _same_groups(store: ParamStore, optimizer: Optimizer,
                  saved: OptimizerState) -> list[dict[str, Any]]:
     """What was saved of each group, if the optimizer is the same."""
-    kind, here, there = type(optimizer).__name__, _members(model, optimizer), saved.names
+    kind, here, there = type(optimizer).__name__, _members(store, optimizer), saved.names
     missing = sorted(k for k in optimizer.defaults if any(k not in own for own in saved.groups))
     sizes = [", ".join(str(len(own)) for own in side) for side in (there, here)]
     if saved.kind != kind:
@@ -278,13 +273,13 @@ def _same_groups(model: ParallelModel, optimizer: Optimizer,
                           "load(folder) without it")
 
 
-def _fit_state(model: ParallelModel, optimizer: Optimizer, found: Checkpoint, saved: State,
+def _fit_state(store: ParamStore, optimizer: Optimizer, found: Checkpoint, saved: State,
                fitting: Fitting) -> Iterator[Cut]:
     """Room for what was saved of each parameter: this rank's part, or all. Optimizers that see
     whole tensors keep state on every rank, others where there is a part."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    for param, name in zip(params, sum(_members(model, optimizer), ()), strict=True):
-        held = model.store.held.get(name)
+    for param, name in zip(params, sum(_members(store, optimizer), ()), strict=True):
+        held = store.held.get(name)
         if name not in saved or (held is None and type(optimizer) in ELEMENTWISE):
             continue
         own = fitting.state[param] = {}
@@ -305,5 +300,5 @@ def _fit_state(model: ParallelModel, optimizer: Optimizer, found: Checkpoint, sa
             if not like:
                 yield _whole(called, room, True)
             elif held is not None:
-                yield _part(model, held, called, room.detach(), False)
+                yield _part(store, held, called, room.detach(), False)
             own[key] = mark(room, param.spread) if like and isinstance(param, Sharded) else room

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import files
 from ..errors import RunError
 from ..shard.collectives import arrive
 from .agree import Facts, checksum, differences, digest
@@ -52,8 +51,8 @@ class Drift:
             self._refuse(step, len(apart), first)
 
     def _held_by_several(self, own: Iterable[int]) -> list[int]:
-        everyone = self.world.exchange(files.encode(list(own)))
-        count = Counter(part for parts in everyone for part in files.decode(parts, list[int]))
+        everyone = self.world.everyones(list(own), list[int])
+        count = Counter(part for parts in everyone for part in parts)
         return sorted(part for part, ranks in count.items() if ranks > 1)
 
     def _refuse(self, step: int, num_apart: int, first: Facts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from msgspec.structs import replace
@@ -17,11 +17,9 @@ from ..trace.burnt import user_hooks
 from ..trace.call import Call
 from ..trace.form import LossFn, form_of, outputs_of
 from .handover import hand_over
+from .model import ParallelModel
 from .randomness import dropout_apart
 from .returned import returned
-
-if TYPE_CHECKING:
-    from .model import ParallelModel
 
 log = logging.getLogger("autopar_torch")
 
@@ -36,17 +34,12 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         "the model cannot be traced, so it trains with data parallelism on the untouched module; "
         "the loss is averaged by rows. Reason: %s", reason,
     )
-    plan = parallel._plan = _plain(plan, parallel.outputs)
-    parallel.replica = next(r for r, replica in enumerate(plan.replicas)
-                            if parallel.world.rank in replica.stages[0].devices)
-    parallel.fallback_reason = reason
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
-    parallel.draw_as(0)
-    parallel.fallback = _Step(parallel, loss_fn)
+    parallel.adopt_untraced(_plain(plan, parallel.outputs), reason, _Step(parallel, loss_fn))
 
 
 def _refuse_whole_batch(model: nn.Module, reason: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, RunError
 from ..trace.capture import describe_params
 from . import steps
-from .state import same_shape
+from .full_state import same_shape
 from .stored import FILE
 from .tensorfile import DTYPES, TensorFile
 from .world import World

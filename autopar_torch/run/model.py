@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from .. import files
 from ..errors import PlanError, RunError
 from ..guards import Guards
 from ..model import ModelGraph
@@ -23,7 +22,7 @@ from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
-from . import checkpoint, doors, optimizers, shardings, state, tracing
+from . import checkpoint, doors, full_state, optimizers, shardings, tracing
 from .batches import SameBatch, Settle
 from .drift import Copy, Drift
 from .executor import Executor, Mail, neighbours
@@ -35,6 +34,7 @@ from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import forward_only, returned
 from .sharded import local
+from .totals import clip_grad_norm
 from .world import World
 
 Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
@@ -48,20 +48,21 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
-                 outputs: Sequence[str] = (), guards: Guards | None = None) -> None:
+                 retrace: tracing.Tracer, outputs: Sequence[str] = (),
+                 guards: Guards | None = None) -> None:
         super().__init__()
         self.module = module
         self.guards = guards or Guards()
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
-        self.outputs = tuple(outputs)
-        self.retrace: Callable[[Call, bool, tuple[str, ...] | None], Traced] | None = None
+        self.outputs, self.retrace = tuple(outputs), retrace
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
         self.burnt, self._looked = Burnt(module), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
+        self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Outcome | None = None  # the search behind the plan, if there was one
@@ -96,25 +97,35 @@ class ParallelModel(nn.Module):
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         graph = traced.graph
         check_joint(plan, graph)
-        self._plan, self.graph = plan, graph
-        self.replica = next(r for r, rep in enumerate(plan.replicas)
-                            if any(self.world.rank in s.devices for s in rep.stages))
+        self.graph = graph
+        self._take_place(plan)
         self.world.make_groups(_axis_groups(plan))
         self.world.enter_lanes(pair for replica in plan.replicas for pair in neighbours(replica))
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
         self.reducer = self._reducer()
-        self.buffers_by_name = {n: local(b) for n, b in self.module.named_buffers()}
         if self._store.spreads:
-            state.watch(self.module)
+            full_state.watch(self.module)
             optimizers.attend()
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
-        self._programs[(call.key, True)] = [Program(traced, plan, self)]
+        self._programs[(call.key, True)] = [self._made(traced, plan)]
         self._looked = self.burnt.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
                      if self.world.rank in s.devices)
         self.draw_as(min(group))
+
+    def adopt_untraced(self, plan: Plan, reason: str,
+                       step: Callable[[Call, list[Tensor]], Any]) -> None:
+        """Take up a plan of replicas of the module as it is, which is whole on every rank."""
+        self._take_place(plan)
+        self.fallback, self.fallback_reason = step, reason
+        self.draw_as(0)
+
+    def _take_place(self, plan: Plan) -> None:
+        self._plan = plan
+        self.replica = next(r for r, replica in enumerate(plan.replicas)
+                            if any(self.world.rank in s.devices for s in replica.stages))
 
     def _reducer(self) -> Reducer:
         mine = [s for replica in self.plan.replicas for s in replica.stages
@@ -125,7 +136,7 @@ class ParallelModel(nn.Module):
 
     def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
-        seed = files.decode(self.world.agree(files.encode(torch.initial_seed())), int)
+        seed = self.world.told(torch.initial_seed(), int)
         self.numbers = OwnNumbers(seed, place, self.device)
 
     def replica_axis(self, block: int) -> Any:
@@ -151,9 +162,9 @@ class ParallelModel(nn.Module):
         if self._plan is None:
             settle()
             self.start(call, tensors)
-        if self.fallback_reason:
+        if self.fallback is not None:
             settle()
-            return cast(Any, self.fallback)(call, tensors)
+            return self.fallback(call, tensors)
         program = self._program(call, train, settle)
         half = dict(call.autocast).get(self.device.type) == torch.float16
         scale = self.loss_scale.value if half else 1.0
@@ -188,11 +199,15 @@ class ParallelModel(nn.Module):
                 return program
         settle()
         wanted = ("loss", *self.outputs) if train else None
-        traced = cast(Any, self.retrace)(call, self.training, wanted)
+        traced = self.retrace(call, self.training, wanted)
         rows = max(1, call.num_rows // self.plan.num_micro_batches)
         plan = shardings.again(self.plan, self.graph, traced, rows)
-        known.append(Program(traced, plan, self))
+        known.append(self._made(traced, plan))
         return known[-1]
+
+    def _made(self, traced: Traced, plan: Plan) -> Program:
+        return Program(traced, plan, plan.replicas[self.replica], self.store, self.replica_axis,
+                       self.burnt)
 
     def _follow(self) -> None:
         """Something in the module has changed: refuse what the plan cannot follow."""
@@ -374,7 +389,7 @@ class ParallelModel(nn.Module):
                         foreach: bool | None = None) -> Tensor:
         """torch's, over all ranks, in one message: the norm of all gradients, now at most this."""
         with self._jointly(self.world.doing, "clip_grad_norm_"):
-            return state.clip_grad_norm(self, max_norm, norm_type, error_if_nonfinite, foreach)
+            return clip_grad_norm(self.module, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the original names, on every rank (all ranks must call it)."""
@@ -385,7 +400,7 @@ class ParallelModel(nn.Module):
                         assign: bool = False) -> Any:
         """Take full tensors; every rank keeps its part."""
         with self._jointly(self.world.meeting, "load_state_dict"):
-            return state.load_full(self, state_dict, strict)
+            return full_state.load_full(self.module, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
              *, step: int | None = None, keep: int | None = None) -> None:
@@ -393,14 +408,14 @@ class ParallelModel(nn.Module):
         when all is on the disk. With `step` into FOLDER/step-N, of which the newest `keep` stay.
         """
         with self._jointly(self.world.meeting, "save"):
-            checkpoint.save(self, folder, optimizer, step, keep)
+            checkpoint.save(self.store, folder, optimizer, step, keep)
 
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> int | None:
         """Read a checkpoint written under any plan, of a folder with steps the newest; its step.
         Nothing is changed unless everything fits."""
         with self._jointly(self.world.meeting, "load"):
-            return checkpoint.load(self, folder, optimizer)
+            return checkpoint.load(self.store, folder, optimizer)
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""

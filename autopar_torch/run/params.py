@@ -57,6 +57,7 @@ class ParamStore:
     def __init__(self, model: nn.Module, plan: Plan, graph: ModelGraph, world: World,
                  device: torch.device) -> None:
         self.world, self.plan, self.graph, self.device = world, plan, graph, device
+        self.module = model
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
         self.tensors = dict(_named_tensors(model))
@@ -81,6 +82,15 @@ class ParamStore:
             value = value[start:end]
         return value.detach().clone()
 
+    def spoken(self, held: Held, value: Tensor) -> list[tuple[Box, Tensor]]:
+        """(box of the full tensor, view) of what this rank writes of a part: a parameter's, or of a
+        tensor that is cut like it. Over all ranks every element once."""
+        spread = self.spreads.get(held.name)
+        if spread is not None:
+            return spread.spoken(local(value))
+        whole = ((0,) * len(held.shape), held.shape)
+        return [(whole, local(value))] if self.world.rank == 0 else []
+
     def place(self, source: Callable[[str], Tensor | None]) -> None:
         """Fill every parameter with this rank's part of its full value."""
         for name, tensor in self.tensors.items():
@@ -98,6 +108,7 @@ class ParamStore:
                         for name in self.holdings if not self._is_everywhere(name)}
         for name, spread in self.spreads.items():
             adopt(self.tensors[name], spread)
+        self.buffers = {name: local(buffer) for name, buffer in self.module.named_buffers()}
 
     def follow(self, graph: ModelGraph) -> None:
         """Other parameters are trained from now on (never with ZeRO: pieces stay as they are)."""

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import RunError
 from ..model import TensorInfo
-from ..plan import Plan
+from ..plan import Plan, Replica
 from ..proof import check
 from ..schedule import Schedule, build
 from ..trace import Traced
 from ..trace.burnt import Burnt
-from .context import Prologue
+from .params import ParamStore
+from .prologue import Prologue
 from .randomness import draws
 from .stage import StageRunner
-
-if TYPE_CHECKING:
-    from .model import ParallelModel
 
 
 class Program:
     """This rank's stages of a traced call, and its prologue."""
 
-    def __init__(self, traced: Traced, plan: Plan, model: ParallelModel) -> None:
-        world, replica = model.world, plan.replicas[model.replica]
+    def __init__(self, traced: Traced, plan: Plan, replica: Replica, store: ParamStore,
+                 replica_axis: Callable[[int], Any], burnt: Burnt) -> None:
+        world = store.world
         self.traced = traced
         self.stages = {
-            s: StageRunner(traced, plan, stage, model.store, world.tensor_axes(stage),
-                           model.replica_axis, model.device)
+            s: StageRunner(traced, plan, stage, store, world.tensor_axes(stage), replica_axis,
+                           store.device)
             for s, stage in enumerate(replica.stages) if world.rank in stage.devices
         }
-        model.burnt.learn(traced.reads)
-        self.state, self.number = model.burnt.described(traced.reads), model.burnt.number
+        burnt.learn(traced.reads)
+        self.state, self.number = burnt.described(traced.reads), burnt.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
-        self.prologue = Prologue(traced, names, model.buffers_by_name, model.device)
+        self.prologue = Prologue(traced, names, store.buffers, store.device)
         self.draws = world.size > 1 and draws(traced.programs.values())
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import RunError
 from .sharded import ANSWERS, Sharded, plainly
 from .spread import summed
 from .world import World
@@ -103,6 +104,22 @@ def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
         found += [torch.stack(list(each(rest)))] if rest else []
         numbers = torch.cat(found)
         return numbers.sum() if order == 0 else torch.linalg.vector_norm(numbers, order)
+
+
+def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float,
+                   error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
+    """torch's clip_grad_norm_ over every element of the model once, in one message."""
+    params = [p for p in module.parameters() if p.grad is not None]
+    if not params or not norm_type:
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = total_norm([cast(Tensor, p.grad) for p in params], float(norm_type))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RunError(f"the norm of all gradients is {float(norm)}, so they cannot be clipped",
+                       where="clip_grad_norm_",
+                       fix="find what made them so, or pass error_if_nonfinite=False")
+    with plainly():
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach is not False)
+    return norm
 
 
 def _unscaled(func: Any, grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:

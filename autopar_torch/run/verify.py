@@ -7,7 +7,7 @@ import copy
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -23,12 +23,10 @@ from ..shard.price import moves
 from ..shard.rules import op_name
 from ..trace import Traced
 from ..trace.call import Call
+from .model import ParallelModel
+from .program import Program
 from .randomness import generators, untouched
 from .shardings import groups, whole_values
-
-if TYPE_CHECKING:
-    from .model import ParallelModel
-    from .program import Program
 
 ROWS = 2  # of a trial
 MOST_BYTES = 2 * 2**30  # of the parameters of a block that is tried whole on every rank
@@ -93,7 +91,7 @@ class _Trial(NamedTuple):
 def probe(parallel: ParallelModel, call: Call, tensors: Sequence[Tensor]) -> None:
     """Run each program of the plan on its mesh; ranks that see other numbers than whole blocks
     give say so to all. All ranks call it; nothing that trains is changed."""
-    buffers = {name: tensor.clone() for name, tensor in parallel.buffers_by_name.items()}
+    buffers = {name: tensor.clone() for name, tensor in parallel.store.buffers.items()}
     with untouched(parallel.device, python=False):
         program = parallel._programs[call.key, True][0]
         found = [  # after one that is wrong the others go on too: every rank runs all
@@ -101,7 +99,7 @@ def probe(parallel: ParallelModel, call: Call, tensors: Sequence[Tensor]) -> Non
             for trial in _trials(parallel, program, call, tensors)
         ]
     for name, kept in buffers.items():
-        parallel.buffers_by_name[name].copy_(kept)
+        parallel.store.buffers[name].copy_(kept)
     everyone = parallel.world.gather(next(filter(None, found), ""))
     if told := next(filter(None, everyone), ""):
         raise ShardingError(told, where="Plan.shardings",

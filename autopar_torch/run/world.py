@@ -162,8 +162,12 @@ class World:
         dist.all_gather_object(found, value)
         return found
 
+    def everyones(self, value: T, kind: type[T]) -> list[T]:
+        """Everyone's value, in rank order, told as JSON: nobody runs what another rank sent."""
+        return [files.decode(data, kind) for data in self.exchange(files.encode(value))]
+
     def exchange(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes, in rank order; nobody runs what another rank sent."""
+        """Everyone's bytes, in rank order."""
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -201,6 +205,10 @@ class World:
         dist.broadcast(buffer, 0, group=self.words)
         return bytes(buffer.numpy())
 
+    def told(self, value: T, kind: type[T]) -> T:
+        """The value of rank 0 on every rank, told as JSON."""
+        return files.decode(self.agree(files.encode(value)), kind)
+
     def together(self, error: Exception | None) -> None:
         """Raise on every rank what went wrong on any, before anyone waits for the others."""
         own = error if isinstance(error, AutoparError) else RunError(
@@ -227,8 +235,8 @@ class World:
 
     def by_first(self, kind: type[T], act: Callable[[], T]) -> T:
         """What `act` makes on rank 0, told to all as JSON; or an error on every rank."""
-        data = self.jointly(lambda: b"" if self.rank else files.encode(act()))
-        return files.decode(self.agree(data), kind)
+        made = self.jointly(lambda: None if self.rank else act())
+        return self.told(cast(T, made), kind)
 
 
 def _neighbours(mesh: tuple[int, ...], start: int) -> Stage:
