@@ -86,7 +86,7 @@ def parallelize(
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         with untouched(device):
             source = full_values(model, place, device, init_seed, weights)
-            _take_up(parallel, call, tensors, given, _Asked(limits, confirm, loss_fn, source))
+            _take_up(parallel, call, tensors, given, _Request(limits, confirm, loss_fn, source))
 
     retrace = tracing.once(tracing.tracer(model, device, loss_fn, (given or limits).precision),
                            place)
@@ -274,7 +274,7 @@ def _tell_unused(place: world.World, limits: Constraints, confirm: int, done: Co
 # --- from a plan to training ----------------------------------------------------------------------
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """What `parallelize` was asked for, beside a plan."""
 
     limits: Constraints
@@ -284,7 +284,7 @@ class _Asked(NamedTuple):
 
 
 def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
-             asked: _Asked) -> None:
+             asked: _Request) -> None:
     """Trace, plan, hand out the parameters, and try the programs that were not made just now."""
     try:
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
@@ -300,7 +300,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         _tell(plan, traced)
 
 
-def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Asked,
+def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request,
               error: TraceError) -> None:
     """Replicas of the module as it is, or the reason why not."""
     if given is not None and any(len(r.stages) + len(r.stages[0].devices) > 2
@@ -319,7 +319,7 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Asked,
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
-          asked: _Asked) -> Plan:
+          asked: _Request) -> Plan:
     """Measure and search; the best plans are tried if asked for."""
     place = parallel.world
     limits = _uncoupled(asked.limits, traced, tell=place.rank == 0)

@@ -20,12 +20,12 @@ from .limits import (
     ByteRate,
     Bytes,
     Factor,
+    Fraction,
     Latency,
     Name,
     Rank,
     Rate,
     Seconds,
-    Share,
     increase,
     refuse,
 )
@@ -50,8 +50,8 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes_per_s: ByteRate
     memory_bytes: Annotated[int, Meta(ge=1, le=2**50)]
     source: Name = "datasheet"
-    efficiency: tuple[tuple[Amount, Share], ...] = ()  # (FLOPs of a matmul, part of the peak)
-    memory_efficiency: Share = 1.0
+    efficiency: tuple[tuple[Amount, Fraction], ...] = ()  # (FLOPs of a matmul, part of the peak)
+    memory_efficiency: Fraction = 1.0
     launch_s: Latency = 0.0  # least time of an operator
     fixed_bytes: Bytes = 0  # taken before the first tensor
     peaks: tuple[tuple[Name, Rate], ...] = ()  # (precision, FLOP/s) where one has its own
@@ -173,8 +173,8 @@ class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     per_node: Annotated[int, Meta(ge=1, le=2**16)]
     inside: Link
     across: Link
-    inside_reached: Share = 1.0
-    across_reached: Share = 1.0
+    inside_reached: Fraction = 1.0
+    across_reached: Fraction = 1.0
     # Part of a kind of exchange that hides behind computing.
     overlap: dict[str, Annotated[float, Meta(ge=0.0, le=1.0)]] = {}
     aliases: tuple[Name, ...] = ()

@@ -18,7 +18,7 @@ Latency = Annotated[float, Meta(ge=0.0, le=10.0)]
 Delta = Annotated[float, Meta(ge=-1e9, le=1e9)]  # seconds more or less than something else
 Rate = Annotated[float, Meta(ge=1.0, le=1e19)]  # FLOPs per second
 ByteRate = Annotated[float, Meta(ge=1.0, le=1e15)]  # bytes per second
-Share = Annotated[float, Meta(ge=1e-4, le=1.0)]  # a part of a peak
+Fraction = Annotated[float, Meta(ge=1e-4, le=1.0)]  # a part of a peak
 Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]  # bytes or FLOPs that may be a mean

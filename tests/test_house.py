@@ -87,7 +87,8 @@ def modules_imported(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            base = ".".join(package[: len(package) - node.level + 1])
+            base += f".{node.module}" if node.module else ""
             names = {f"{base}.{alias.name}" for alias in node.names} & set(MODULES)
             found |= names or {base}
     return found

@@ -29,7 +29,7 @@ UNWATCHED = Guards(batches=False, nan=False, drift_every=0)  # it is not the use
 ENOUGH_S = 45.0  # then no further heat begins
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Someone who steps, and notes how long each step took."""
 
     seconds: list[float]
@@ -37,7 +37,7 @@ class Runner(Protocol):
     def timed(self) -> None: ...
 
 
-def race(runners: Sequence[Runner], heats: Iterable[tuple[int, float]], world: World,
+def race(runners: Sequence[StepRunner], heats: Iterable[tuple[int, float]], world: World,
          stays: Collection[int] = (),
          enough_s: float = math.inf) -> list[list[float]]:
     """Steps in turn, the order drawn anew each round; who is far behind stops. The seconds of each
@@ -69,7 +69,7 @@ def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(times) for times in zip(*ranks, strict=True)]
 
 
-class _Trial:
+class _PlanTrial:
     """One plan on a copy of the model, so that trying leaves no trace."""
 
     def __init__(self, parallel: ParallelModel, choice: Choice, traced: Traced, call: Call,
@@ -104,7 +104,7 @@ def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Trace
     """The same search with its first `count` plans in the order of the clock."""
     first = Choice(found.plan, found.step_s, found.memory_bytes)
     tried = varied((first, *found.others), count)
-    trials = [_Trial(parallel, choice, traced, call, tensors) for choice in tried]
+    trials = [_PlanTrial(parallel, choice, traced, call, tensors) for choice in tried]
     rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
     times = paced_medians(rounds_s)
     order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))

@@ -25,13 +25,22 @@ from .optimizers import ELEMENTWISE
 from .params import Held, ParamStore
 from .sharded import Sharded, local as local_of, mark
 from .spread import views
-from .stored import TENSOR, Checkpoint, Manifest, OptimizerState, Piece, State, Stored, StoredFile
+from .stored import (
+    TENSOR,
+    Checkpoint,
+    Manifest,
+    OptimizerState,
+    SavedState,
+    Stored,
+    StoredFile,
+    StoredPart,
+)
 from .tensorfile import DTYPES, dtype_name, write
 
 Folder = str | os.PathLike[str]
 
 
-class Cut(NamedTuple):
+class Rectangles(NamedTuple):
     """Rectangles of a full tensor, each with the view of this rank's part that is it."""
 
     name: str
@@ -45,7 +54,7 @@ class Written(Struct, frozen=True):
 
     file: StoredFile
     tensors: dict[str, Stored]
-    state: State
+    state: SavedState
 
 
 @contextlib.contextmanager
@@ -66,22 +75,22 @@ def _own(tensor: Tensor) -> Tensor:
     return local_of(tensor).detach()
 
 
-def _part(store: ParamStore, held: Held, name: str, local: Tensor, saving: bool) -> Cut:
+def _part(store: ParamStore, held: Held, name: str, local: Tensor, saving: bool) -> Rectangles:
     """All that this rank has; where it saves what it speaks for: over all ranks every element once.
     Writing into the views writes into the part."""
     boxes = [box for box in held.boxes() if all(box[1])]
     found = store.spoken(held, local) if saving else zip(boxes, views(local, boxes), strict=True)
-    return Cut(name, held.shape, local, [(box, view) for box, view in found if all(box[1])])
+    return Rectangles(name, held.shape, local, [(box, view) for box, view in found if all(box[1])])
 
 
-def _whole(name: str, tensor: Tensor, here: bool) -> Cut:
+def _whole(name: str, tensor: Tensor, here: bool) -> Rectangles:
     """A tensor that every rank has as it is; not every rank saves it."""
     shape = tuple(tensor.shape)
     box = (0,) * len(shape), shape
-    return Cut(name, shape, tensor, [(box, tensor.detach())] if here and all(shape) else [])
+    return Rectangles(name, shape, tensor, [(box, tensor.detach())] if here and all(shape) else [])
 
 
-def _of_model(store: ParamStore, saving: bool) -> Iterator[Cut]:
+def _of_model(store: ParamStore, saving: bool) -> Iterator[Rectangles]:
     for held in store.held.values():
         yield _part(store, held, f"model.{held.name}", _own(held.tensor), saving)
     for name, tensor in store.tensors.items():
@@ -131,7 +140,7 @@ def _write(store: ParamStore, optimizer: Optimizer | None, path: Path) -> Writte
                             if isinstance(value, Sharded) else
                             _whole(name, value, first == store.world.rank))
     for cut in sorted(cuts, key=lambda cut: (-cut.local.itemsize, cut.name)):  # at whole words
-        pieces = [(Piece(store.world.rank, *box), view) for box, view in cut.pieces]
+        pieces = [(StoredPart(store.world.rank, *box), view) for box, view in cut.pieces]
         tensors[cut.name] = Stored(dtype_name(cut.local, cut.name), cut.shape,
                                    tuple(piece for piece, _ in pieces))
         found |= {stored.key(cut.name, (p.offsets, p.sizes), cut.shape): v for p, v in pieces}
@@ -159,7 +168,7 @@ def _manifest(store: ParamStore, optimizer: Optimizer | None, generation: str,
               step: int | None, written: list[Written]) -> Manifest:
     """What all ranks wrote, as one."""
     tensors: dict[str, Stored] = {}
-    state: State = {}
+    state: SavedState = {}
     for own in written:
         for name, found in own.tensors.items():
             before = tensors[name].pieces if name in tensors else ()
@@ -170,7 +179,7 @@ def _manifest(store: ParamStore, optimizer: Optimizer | None, generation: str,
                     None if optimizer is None else _settings(store, optimizer, state))
 
 
-def _settings(store: ParamStore, optimizer: Optimizer, state: State) -> OptimizerState:
+def _settings(store: ParamStore, optimizer: Optimizer, state: SavedState) -> OptimizerState:
     groups = tuple({k: plainly.plain(v, f"group {i} of the optimizer: {k}")
                     for k, v in group.items() if k != "params"}
                    for i, group in enumerate(optimizer.param_groups))
@@ -273,8 +282,8 @@ def _same_groups(store: ParamStore, optimizer: Optimizer,
                           "load(folder) without it")
 
 
-def _fit_state(store: ParamStore, optimizer: Optimizer, found: Checkpoint, saved: State,
-               fitting: Fitting) -> Iterator[Cut]:
+def _fit_state(store: ParamStore, optimizer: Optimizer, found: Checkpoint, saved: SavedState,
+               fitting: Fitting) -> Iterator[Rectangles]:
     """Room for what was saved of each parameter: this rank's part, or all. Optimizers that see
     whole tensors keep state on every rank, others where there is a part."""
     params = [p for group in optimizer.param_groups for p in group["params"]]

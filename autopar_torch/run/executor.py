@@ -17,8 +17,9 @@ from .record import SILENT, Recorder, Silent
 from .stage import StageRunner, Values
 from .world import World
 
-Context = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
-Share = Callable[[dict[int, Values]], None]  # micro-batch -> outputs, if this rank computes them
+PrologueOf = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
+# micro-batch -> outputs, if this rank computes them
+ShareOutputs = Callable[[dict[int, Values]], None]
 _TAGS = 4096  # values per message, so that every message has a tag of its own
 _NEXT = 3  # actions: up to the receive after a computation
 
@@ -108,7 +109,7 @@ class Executor:
         self.results: dict[int, Values] = {}
 
     def run(self, schedule: Schedule, position: int, rows: Sequence[tuple[int, int]],
-            context: Context, train: bool, share: Share) -> None:
+            context: PrologueOf, train: bool, share: ShareOutputs) -> None:
         """`share` is called once, as soon as the outputs of all micro-batches are known."""
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]

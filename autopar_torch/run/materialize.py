@@ -27,12 +27,12 @@ from .tensorfile import DTYPES, TensorFile
 from .world import World
 
 log = logging.getLogger("autopar_torch")
-Source = Callable[[str], Tensor | None]
+FullValues = Callable[[str], Tensor | None]
 Reader = dict[str, tuple[str, tuple[int, ...], Callable[[], Tensor]]]  # type, shape, what reads it
 
 
 def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
-                weights: str | os.PathLike[str] | None) -> Source:
+                weights: str | os.PathLike[str] | None) -> FullValues:
     """Parameter or buffer name -> its full value, the same on every rank."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     there: dict[str, Callable[[], Tensor]] = {}

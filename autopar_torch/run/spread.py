@@ -50,7 +50,7 @@ class Spread:
 
     def part(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor; backward gives everyone the whole gradient."""
-        return cast(Tensor, _Part.apply(full, self))
+        return cast(Tensor, _Rectangle.apply(full, self))
 
     def gathered(self, local: Tensor) -> Tensor:
         full = torch.zeros(self.shape, dtype=local.dtype, device=local.device)
@@ -121,7 +121,7 @@ class _Whole(torch.autograd.Function):
         return ctx.spread.part(grads[0]), None
 
 
-class _Part(torch.autograd.Function):
+class _Rectangle(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, spread: Spread) -> Tensor:
         ctx.spread = spread

@@ -22,7 +22,7 @@ from .params import Held, ParamStore
 Values = dict[str, Tensor]
 
 
-class Cell(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A block ready to run: where its arguments come from and what its results are called."""
 
     block: Block
@@ -63,14 +63,14 @@ class StageRunner:
         made = {v for block in self.traced.graph.blocks for v in block.outputs.values()}
         return names + [v for v in self.outputs.values() if v not in made]
 
-    def _cell(self, index: int) -> Cell:
+    def _cell(self, index: int) -> PlacedBlock:
         graph = self.traced.graph
         block = graph.blocks[index]
         places = self.traced.programs[block.kind].find_nodes(op="placeholder")
         kind = graph.kinds[block.kind]
         held = [self.store.held[name] for name in block.params.values()]
         gathered = tuple(h for h in held if self.store.gathers_per_use(h))
-        return Cell(block, tuple(_origin(block, p.name) for p in places),
+        return PlacedBlock(block, tuple(_origin(block, p.name) for p in places),
                     tuple(block.outputs.values()), self.stage.recompute and not kind.mutates,
                     gathered)
 
@@ -113,8 +113,8 @@ class StageRunner:
             self.kept[micro_batch] = (arrived, left)
         return {n: v.detach() if isinstance(v, Tensor) else v for n, v in left.items()}
 
-    def _run_cell(self, index: int, cell: Cell, values: dict[str, Any], context: dict[str, Any],
-                  rows: int, train: bool) -> tuple[Tensor, ...]:
+    def _run_cell(self, index: int, cell: PlacedBlock, values: dict[str, Any],
+                  context: dict[str, Any], rows: int, train: bool) -> tuple[Tensor, ...]:
         run = self._program(index, rows)
         if cell.gathered:
             self.store.gather(cell.gathered)
@@ -133,7 +133,8 @@ class StageRunner:
             return self.store.held[name].leaf
         return values[name] if kind == "value" else context[name]
 
-    def _free_until_backward(self, cell: Cell, results: Sequence[Tensor], train: bool) -> None:
+    def _free_until_backward(self, cell: PlacedBlock, results: Sequence[Tensor],
+                             train: bool) -> None:
         """Backward meets the results of a block first: that is when its parameters come back."""
         for held in cell.gathered:
             self.store.release(held)
@@ -142,7 +143,7 @@ class StageRunner:
                 if result.requires_grad:
                     result.register_hook(lambda _: self._gather_again(cell))
 
-    def _gather_again(self, cell: Cell) -> None:
+    def _gather_again(self, cell: PlacedBlock) -> None:
         self.store.gather([h for h in cell.gathered if h.leaf.untyped_storage().size() == 0])
 
     def backward(self, micro_batch: int, grads: Values) -> Values:

@@ -25,7 +25,7 @@ from .. import files
 from ..errors import CheckpointError, FileError
 from ..shard.atoms import common
 from ..shard.holdings import Box
-from .tensorfile import DTYPES, Count, TensorFile, damaged, durable, open_regular, sha256, sync
+from .tensorfile import DTYPES, Size, TensorFile, damaged, durable, open_regular, sha256, sync
 
 log = logging.getLogger("autopar_torch")
 MANIFEST = "manifest.json"
@@ -36,31 +36,31 @@ _Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 TENSOR = {"tensor": ""}  # in the state of an optimizer: it lies in the files
 
 
-class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class StoredPart(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A rectangle of a tensor, and the file that has it (a place in the manifest's list)."""
 
-    file: Count
-    offsets: tuple[Count, ...]
-    sizes: tuple[Count, ...]
+    file: Size
+    offsets: tuple[Size, ...]
+    sizes: tuple[Size, ...]
 
 
 class Stored(Struct, frozen=True, forbid_unknown_fields=True):
     """A whole tensor, by the rectangles that make it up."""
 
     dtype: str
-    shape: tuple[Count, ...]
-    pieces: tuple[Piece, ...]
+    shape: tuple[Size, ...]
+    pieces: tuple[StoredPart, ...]
 
 
 class StoredFile(Struct, frozen=True, forbid_unknown_fields=True):
     """A file, and how to see that it is what was written."""
 
     name: str
-    num_bytes: Count
+    num_bytes: Size
     sha256: _Hash
 
 
-State = dict[str, dict[str, Any]]  # parameter -> key -> value, or TENSOR for `optim.NAME.KEY`
+SavedState = dict[str, dict[str, Any]]  # parameter -> key -> value, or TENSOR for `optim.NAME.KEY`
 
 
 class OptimizerState(Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class OptimizerState(Struct, frozen=True, forbid_unknown_fields=True):
     kind: str  # name of the class
     groups: tuple[dict[str, Any], ...]
     names: tuple[tuple[str, ...], ...]  # parameters of each group
-    state: State
+    state: SavedState
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     form: int
     generation: str
     model: str  # name of the class
-    step: Count | None
+    step: Size | None
     files: tuple[StoredFile, ...]
     tensors: dict[str, Stored]
     optimizer: OptimizerState | None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
-Count = Annotated[int, Meta(ge=0, le=2**60)]
+Size = Annotated[int, Meta(ge=0, le=2**60)]
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -39,8 +39,8 @@ class Slot(Struct, frozen=True, forbid_unknown_fields=True):
     """Where in the file a tensor lies, and what it is."""
 
     dtype: str
-    shape: tuple[Count, ...]
-    data_offsets: tuple[Count, Count]
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
 
 
 def dtype_name(tensor: Tensor, name: str) -> str:

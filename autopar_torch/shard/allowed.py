@@ -17,7 +17,7 @@ from ..model import TensorInfo
 from ..plan import Sharding
 from .layout import WHOLE, Forms, Layouts
 from .price import FORBIDDEN, Prices, move_price, moves
-from .solve import Choice, border_forms, combine, param_forms
+from .solve import OpWay, border_forms, combine, param_forms
 from .square import all_strategies
 
 SHOWN = 8  # of what would be legal
@@ -60,7 +60,7 @@ class _Check:
         if unknown := sorted(set(given) - set(wanted)):
             raise self._wrong(f"{', '.join(unknown[:SHOWN])}: the block has no such value", room)
 
-    def _choice(self, node: fx.Node, legal: Sequence[Choice]) -> Choice:
+    def _choice(self, node: fx.Node, legal: Sequence[OpWay]) -> OpWay:
         wanted = self.sharding.ops[node.name]
         for choice in legal:
             if choice.text == wanted:

@@ -17,7 +17,7 @@ from .eliminate import Array
 from .layout import WHOLE, Layout, Layouts, parts_of
 from .price import Move, Prices, detour, move_price, same_dim
 
-Index = NDArray[np.intp]
+IndexArray = NDArray[np.intp]
 
 
 class Conversions(NamedTuple):
@@ -27,7 +27,7 @@ class Conversions(NamedTuple):
     start_s: Array
     s_per_byte: Array
 
-    def places(self, layouts: Iterable[Layouts]) -> Index:
+    def places(self, layouts: Iterable[Layouts]) -> IndexArray:
         return np.array([self.place[x] for x in layouts], np.intp)
 
     def seconds(self, sources: Iterable[Layouts], targets: Iterable[Layouts],
@@ -69,13 +69,14 @@ def _step(move: Move, parts: int, prices: Prices) -> tuple[float, float]:
     return sum(start for start, _ in costs), sum(rate for _, rate in costs)
 
 
-def _walk(numbers: Index, axes: Sequence[_Axis], same: NDArray[np.bool_]) -> tuple[Array, Array]:
+def _walk(numbers: IndexArray, axes: Sequence[_Axis],
+          same: NDArray[np.bool_]) -> tuple[Array, Array]:
     """(start, rate) of all pairs; `numbers`: the layout of each on each axis, 0 is whole."""
     n = numbers.shape[1]
     now = [np.repeat(own[:, None], n, 1) for own in numbers]
     start_s, s_per_byte = np.zeros((n, n)), np.zeros((n, n))
 
-    def go(axis: int, goal: Index) -> None:
+    def go(axis: int, goal: IndexArray) -> None:
         others = np.ones((n, n))
         for k, prices in enumerate(axes):
             if k != axis:

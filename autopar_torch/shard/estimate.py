@@ -13,7 +13,7 @@ from ..profile import Piece
 from .layout import WHOLE, Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
 from .rules import op_name
-from .solve import Choice, combine, ring_costs
+from .solve import OpWay, combine, ring_costs
 from .square import all_strategies
 
 _LINEAR = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "add_", "clone", "to", "_to_copy"}
@@ -30,7 +30,7 @@ class _Estimate:
         self.largest = 0.0
         self.done: set[tuple[str, Forms, Forms]] = set()
 
-    def _choices(self) -> dict[fx.Node, Choice]:
+    def _choices(self) -> dict[fx.Node, OpWay]:
         if self.sharding is None:
             return {}
         return {node: next(c for c in combine(node, options, self.mesh)
@@ -64,7 +64,7 @@ class _Estimate:
             if choice:
                 self._convert(value, choice.ins[k])
 
-    def _ring(self, node: fx.Node, choice: Choice, seconds: float) -> None:
+    def _ring(self, node: fx.Node, choice: OpWay, seconds: float) -> None:
         ahead, back, block = ring_costs(node, choice, self.mesh, self.prices, seconds)
         self.comm_forward += ahead
         self.comm_backward += back

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Work = Callable[[Tensor | None], Tensor]  # makes a gradient, added to what is given
+GradWork = Callable[[Tensor | None], Tensor]  # makes a gradient, added to what is given
 
 
 class WeightQueue:
@@ -23,7 +23,7 @@ class WeightQueue:
     active: WeightQueue | None = None
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[Tensor, Work]] = deque()
+        self.waiting: deque[tuple[Tensor, GradWork]] = deque()
 
     def __enter__(self) -> WeightQueue:
         WeightQueue.active = self
@@ -45,12 +45,12 @@ class WeightQueue:
                 done(weight)
 
 
-def _first(weight: Tensor, work: Work) -> Tensor:
+def _first(weight: Tensor, work: GradWork) -> Tensor:
     """Gradients of a weight may be added up in more digits than the weight has."""
     return work(None).to(weight.grad_dtype)
 
 
-def deliver(weight: Tensor, work: Work) -> Tensor | None:
+def deliver(weight: Tensor, work: GradWork) -> Tensor | None:
     """The gradient of a leaf for autograd to add; None where it waits for its own action, or has
     been added to what is there: that is only done where nobody is told of its coming."""
     if WeightQueue.active is not None:

@@ -40,8 +40,8 @@ from .layout import (
 )
 from .linear import direct_linear
 from .price import Move, moves
-from .rules import OPERANDS, Op, op_name
-from .solve import Choice, combine
+from .rules import OPERANDS, ShapedOp, op_name
+from .solve import OpWay, combine
 from .spatial import SpatialLinear
 from .square import all_strategies
 
@@ -63,12 +63,12 @@ class Lowering:
         self.env: dict[fx.Node, fx.Node] = {}
         self.have: dict[fx.Node, Forms] = {}  # form of what env holds
         self.shared: dict[tuple[fx.Node, Forms], fx.Node] = {}
-        self.choices: dict[fx.Node, Choice] = {}
+        self.choices: dict[fx.Node, OpWay] = {}
         if sharding is not None:
             for node, options in all_strategies(graph, self.mesh).items():
                 self.choices[node] = self._chosen(node, combine(node, options, self.mesh))
 
-    def _chosen(self, node: fx.Node, legal: list[Choice]) -> Choice:
+    def _chosen(self, node: fx.Node, legal: list[OpWay]) -> OpWay:
         """What the sharding says about an op, refused if the op cannot be split so."""
         wanted = cast(Sharding, self.sharding).ops.get(node.name)
         for choice in legal:
@@ -162,7 +162,7 @@ class Lowering:
         self.env[node] = self._special(node, choice, ready) or self._plain(node, choice, ready)
 
     def _plain(
-        self, node: fx.Node, choice: Choice | None, ready: dict[fx.Node, fx.Node]
+        self, node: fx.Node, choice: OpWay | None, ready: dict[fx.Node, fx.Node]
     ) -> fx.Node:
         new = self.graph.node_copy(node, lambda n: ready[n])
         if new.target is aten.view.default:  # a local part may lie otherwise than the whole did
@@ -181,20 +181,20 @@ class Lowering:
         is_size = isinstance(value, int) and not isinstance(value, bool)
         return at_rows(value, self.rows) if is_size else value
 
-    def _localise(self, node: fx.Node, new: fx.Node, choice: Choice) -> None:
+    def _localise(self, node: fx.Node, new: fx.Node, choice: OpWay) -> None:
         """Sizes among the arguments become local ones."""
         name, args = op_name(node), list(new.args)
         if name in _SIZED or name == "unflatten":
             full = node.meta["info"].shape
             local = local_shape(full, choice.out, self.mesh)
             if name == "unflatten":
-                first = int(cast(Any, args[1])) % len(Op(node).shapes[0])
+                first = int(cast(Any, args[1])) % len(ShapedOp(node).shapes[0])
                 args[2] = local[first : first + len(args[2])]  # type: ignore[arg-type]
             else:
                 args[_SIZED[name]] = local
         elif name == "split":
-            cut = Op(node).dim(2, len(Op(node).out))
-            args[1] = local_shape(Op(node).out, choice.out, self.mesh)[cut]
+            cut = ShapedOp(node).dim(2, len(ShapedOp(node).out))
+            args[1] = local_shape(ShapedOp(node).out, choice.out, self.mesh)[cut]
         elif name == "group_norm":
             args[1] = int(cast(Any, args[1])) // self._cuts(choice.out, 1)
         new.args = tuple(args)
@@ -203,7 +203,7 @@ class Lowering:
         """How many parts a dim is cut in."""
         return math.prod(cut.parts for cut in all_cuts(layouts, self.mesh) if cut.split.dim == dim)
 
-    def _summed(self, choice: Choice | None) -> int:
+    def _summed(self, choice: OpWay | None) -> int:
         """Product of the axes whose results are partial sums."""
         layouts = choice.out if choice is not None else (WHOLE,) * len(self.mesh)
         return math.prod(parts for layout, parts in zip(layouts, self.mesh, strict=True)
@@ -212,7 +212,7 @@ class Lowering:
     def _scaled(self, value: fx.Node, by: int) -> fx.Node:
         return value if by == 1 else self.graph.call_function(aten.mul.Tensor, (value, 1.0 / by))
 
-    def _special(self, node: fx.Node, choice: Choice | None,
+    def _special(self, node: fx.Node, choice: OpWay | None,
                  ready: Ready) -> fx.Node | None:
         """Ops whose local meaning differs from running them on the pieces."""
         name = op_name(node)
@@ -244,7 +244,7 @@ class Lowering:
             place = place * axis.parts + (axis.index if is_cut(layout) else 0)
         return place
 
-    def _own_random(self, node: fx.Node, choice: Choice, ready: Ready) -> fx.Node:
+    def _own_random(self, node: fx.Node, choice: OpWay, ready: Ready) -> fx.Node:
         place = self._place_of(choice.out)
         target = self._module("own_random", OwnRandom(node.target, place or 0))
         plain = self._plain(node, choice, ready)
@@ -255,7 +255,7 @@ class Lowering:
     def _owner(self, layouts: Layouts, which: Layout) -> VocabPart:
         return VocabPart(tuple(a for a, x in zip(self.axes, layouts, strict=True) if x == which))
 
-    def _loss(self, node: fx.Node, choice: Choice | None, ready: Ready) -> fx.Node:
+    def _loss(self, node: fx.Node, choice: OpWay | None, ready: Ready) -> fx.Node:
         if choice is not None and Split(1) in choice.ins[0].value:
             new = self._vocab_loss(node, choice, ready)
         else:
@@ -264,14 +264,14 @@ class Lowering:
             new.kwargs = {"overwrite": True}
         return new
 
-    def _vocab_loss(self, node: fx.Node, choice: Choice,
+    def _vocab_loss(self, node: fx.Node, choice: OpWay,
                     ready: dict[fx.Node, fx.Node]) -> fx.Node:
         owner = self._owner(choice.ins[0].value, Split(1))
         target = self._module("vocab_cross_entropy", VocabCrossEntropy(owner, node.args[4]))  # type: ignore[arg-type]
         args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args[:3])
         return self.graph.call_module(target, args)
 
-    def _with_scaled_bias(self, node: fx.Node, choice: Choice,
+    def _with_scaled_bias(self, node: fx.Node, choice: OpWay,
                           ready: Ready) -> fx.Node | None:
         """Every rank adds its share of the bias, so that the sum adds it once."""
         place = _BIAS[op_name(node)]
@@ -281,10 +281,10 @@ class Lowering:
         shared = self._scaled(ready[bias], self._summed(choice))
         return self._plain(node, choice, {**ready, bias: shared})
 
-    def _linear(self, node: fx.Node, choice: Choice | None, ready: Ready) -> fx.Node | None:
+    def _linear(self, node: fx.Node, choice: OpWay | None, ready: Ready) -> fx.Node | None:
         """By a parameter, in a ring or whole. Where results are partial sums, each rank adds a
         share of the bias."""
-        x, weight, bias = (Op(node).arg(place) for place in OPERANDS[op_name(node)])
+        x, weight, bias = (ShapedOp(node).arg(place) for place in OPERANDS[op_name(node)])
         ring = choice.ring if choice is not None else None
         leaf = _is_parameter(ready[weight]) and weight.meta["info"].grad
         if ring is None and not (leaf and _is_plain(node, x, weight, bias)):
@@ -318,7 +318,7 @@ _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3
 def is_random(node: fx.Node) -> bool:
     """Whether an op draws numbers (dropout that drops nothing was removed when tracing)."""
     if op_name(node) == "scaled_dot_product_attention":
-        return bool(Op(node).arg(4, "dropout_p", 0.0))
+        return bool(ShapedOp(node).arg(4, "dropout_p", 0.0))
     return op_name(node) in ("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
 
 

@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .layout import Cut, Part, Split, cuts, splits
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 def part(x: Tensor, cut: Part) -> Tensor:
@@ -112,7 +112,7 @@ class Frame:
             x = x.flatten(dim, dim + 1)
         return x
 
-    def box(self, layout: Cut, index: int) -> Box:
+    def box(self, layout: Cut, index: int) -> Slices:
         """Where one rank's piece lies in the whole."""
         found = [slice(0, size) for size in self.sizes]
         for split, parts, place in cuts(layout, self.parts, index):
@@ -122,13 +122,13 @@ class Frame:
         return tuple(found)
 
 
-def overlap(a: Box, b: Box) -> Box | None:
+def overlap(a: Slices, b: Slices) -> Slices | None:
     """What two boxes have in common, if anything."""
     common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop))
                    for x, y in zip(a, b, strict=True))
     return common if all(x.start < x.stop for x in common) else None
 
 
-def inside(box: Box, of: Box) -> Box:
+def inside(box: Slices, of: Slices) -> Slices:
     """A box as seen from the corner of the one it lies in."""
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, of, strict=True))

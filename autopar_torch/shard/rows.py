@@ -6,7 +6,7 @@ from torch import fx
 
 from ..model import ROWS
 from .layout import PARTIAL, WHOLE, Layout, Split
-from .rules import Op, Shape
+from .rules import Shape, ShapedOp
 from .strategies import strategies
 
 
@@ -20,7 +20,7 @@ def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.N
     flow, coupled = dict(carries), []
     options = strategies(graph)
     for node, choices in options.items():
-        op = Op(node)
+        op = ShapedOp(node)
         have = tuple(flow.get(n, WHOLE) for n in op.inputs)
         match = next((s for s in choices if s.ins == have), None)
         if all(layout == WHOLE for layout in have):
@@ -43,7 +43,7 @@ _LINEAR = {"neg", "to", "clone", "detach", "squeeze", "unsqueeze", "view", "resh
            "getitem"}
 
 
-def _is_linear(op: Op, have: tuple[Layout, ...]) -> bool:
+def _is_linear(op: ShapedOp, have: tuple[Layout, ...]) -> bool:
     if op.name in ("add", "sub"):
         return all(layout == PARTIAL for layout in have) and len(have) == 2
     return op.name in _LINEAR or (op.name in ("mul", "div") and have[0] == PARTIAL

@@ -18,7 +18,7 @@ from ..model import TensorInfo
 Shape = tuple[int, ...]
 
 
-class Factor(NamedTuple):
+class DimFactor(NamedTuple):
     """Input position -> dim, and the output's dim; None: it is summed over."""
 
     ins: dict[int, int]
@@ -29,7 +29,7 @@ class Factor(NamedTuple):
 OPERANDS = {"linear": (0, 1, 2), "matmul": (0, 1, 2), "mm": (0, 1, 2), "addmm": (1, 2, 0)}
 
 
-class Op:
+class ShapedOp:
     """What rules look at: shapes of the tensor inputs and of the (first) output."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -64,7 +64,7 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _same_dims(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
+def _same_dims(op: ShapedOp, skip: Iterable[int] = ()) -> list[DimFactor]:
     """Every output dim is the same dim of each input, broadcast from the right."""
     factors = []
     for d in range(len(op.out)):
@@ -75,46 +75,46 @@ def _same_dims(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
             own = d - (len(op.out) - len(shape))
             if own >= 0 and shape[own] == op.out[d]:
                 ins[k] = own
-        factors.append(Factor(ins, d))
+        factors.append(DimFactor(ins, d))
     return factors
 
 
-def first_input(op: Op, skip: Iterable[int] = ()) -> list[Factor]:
+def first_input(op: ShapedOp, skip: Iterable[int] = ()) -> list[DimFactor]:
     """Output dims are the dims of the first input; other inputs stay whole."""
-    return [Factor({0: d}, d) for d in range(len(op.out)) if d not in skip]
+    return [DimFactor({0: d}, d) for d in range(len(op.out)) if d not in skip]
 
 
-def _but_dim(index: int, default: int) -> Callable[[Op], list[Factor]]:
+def _but_dim(index: int, default: int) -> Callable[[ShapedOp], list[DimFactor]]:
     return lambda op: _same_dims(op, {op.dim(index, len(op.out), default=default)})
 
 
-def _but_dims(index: int) -> Callable[[Op], list[Factor]]:
+def _but_dims(index: int) -> Callable[[ShapedOp], list[DimFactor]]:
     """Some dims are turned; all of them, as one, where none is named."""
     return lambda op: _same_dims(
         op, {int(d) % len(op.out) for d in op.arg(index, "dims") or range(len(op.out))}
     )
 
 
-def _linear(op: Op) -> list[Factor]:
+def _linear(op: ShapedOp) -> list[DimFactor]:
     x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
     rank = len(op.out)
-    factors = [Factor({x: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
+    factors = [DimFactor({x: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
     columns = {w: 0} if bias is None else {w: 0, bias: 0}
-    rows = Factor({x: rank - 1, w: 1}, None)  # type: ignore[dict-item]
-    return [*factors, Factor(columns, rank - 1), rows]  # type: ignore[arg-type]
+    rows = DimFactor({x: rank - 1, w: 1}, None)  # type: ignore[dict-item]
+    return [*factors, DimFactor(columns, rank - 1), rows]  # type: ignore[arg-type]
 
 
-def _matmul(op: Op, first: int = 0, bias: int | None = None) -> list[Factor]:
+def _matmul(op: ShapedOp, first: int = 0, bias: int | None = None) -> list[DimFactor]:
     """(..., M, K) @ (..., K, N), with equal leading dims; `bias` is added to the result."""
     a, b, extra = op.at(first), op.at(first + 1), None if bias is None else op.at(bias)
     rank, ra, rb = len(op.out), len(op.shapes[a or 0]), len(op.shapes[b or 0])
 
-    def add(ins: dict[Any, int], d: int) -> Factor:
+    def add(ins: dict[Any, int], d: int) -> DimFactor:
         if extra is not None:
             own = d - (rank - len(op.shapes[extra]))
             if own >= 0 and op.shapes[extra][own] == op.out[d]:
                 ins = {**ins, extra: own}
-        return Factor(ins, d)
+        return DimFactor(ins, d)
 
     factors = []
     for d in range(rank - 2):
@@ -125,59 +125,59 @@ def _matmul(op: Op, first: int = 0, bias: int | None = None) -> list[Factor]:
                 ins[k] = own
         factors.append(add(ins, d))
     factors += [add({a: ra - 2}, rank - 2), add({b: rb - 1}, rank - 1)]
-    return [*factors, Factor({a: ra - 1, b: rb - 2}, None)]  # type: ignore[dict-item]
+    return [*factors, DimFactor({a: ra - 1, b: rb - 2}, None)]  # type: ignore[dict-item]
 
 
-def _conv(op: Op, transposed: bool = False) -> list[Factor]:
+def _conv(op: ShapedOp, transposed: bool = False) -> list[DimFactor]:
     x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
     groups = op.arg(6, "groups", 1)
-    batch = Factor({x: 0}, 0)  # type: ignore[dict-item]
+    batch = DimFactor({x: 0}, 0)  # type: ignore[dict-item]
     if groups != 1:
         return [batch]
     cout, cin = (1, 0) if transposed else (0, 1)
     ins = {x: None, w: cout} if bias is None else {w: cout, bias: 0}
     ins = {k: v for k, v in ins.items() if v is not None}
-    return [batch, Factor(ins, 1), Factor({x: 1, w: cin}, None)]  # type: ignore[arg-type, dict-item]
+    return [batch, DimFactor(ins, 1), DimFactor({x: 1, w: cin}, None)]  # type: ignore[arg-type, dict-item]
 
 
-def _layer_norm(op: Op) -> list[Factor]:
-    return [Factor({0: d}, d) for d in range(len(op.out) - len(op.args[1]))]  # type: ignore[arg-type]
+def _layer_norm(op: ShapedOp) -> list[DimFactor]:
+    return [DimFactor({0: d}, d) for d in range(len(op.out) - len(op.args[1]))]  # type: ignore[arg-type]
 
 
-def _group_norm(op: Op) -> list[Factor]:
+def _group_norm(op: ShapedOp) -> list[DimFactor]:
     affine = dict.fromkeys(range(1, len(op.inputs)), 0)
-    return [Factor({0: 0}, 0), Factor({0: 1, **affine}, 1)]
+    return [DimFactor({0: 0}, 0), DimFactor({0: 1, **affine}, 1)]
 
 
-def _batch_norm(op: Op) -> list[Factor]:
+def _batch_norm(op: ShapedOp) -> list[DimFactor]:
     affine = dict.fromkeys(range(1, len(op.inputs)), 0)
-    channels = Factor({0: 1, **affine}, 1)
-    return [channels] if op.args[5] else [Factor({0: 0}, 0), channels]
+    channels = DimFactor({0: 1, **affine}, 1)
+    return [channels] if op.args[5] else [DimFactor({0: 0}, 0), channels]
 
 
-def _embedding(op: Op) -> list[Factor]:
+def _embedding(op: ShapedOp) -> list[DimFactor]:
     w, ids, rank = op.at(0), op.at(1), len(op.out)
-    by_id = [Factor({ids: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
-    return [*by_id, Factor({w: 1}, rank - 1), Factor({w: 0}, None)]  # type: ignore[dict-item]
+    by_id = [DimFactor({ids: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
+    return [*by_id, DimFactor({w: 1}, rank - 1), DimFactor({w: 0}, None)]  # type: ignore[dict-item]
 
 
-def _attention(op: Op) -> list[Factor]:
+def _attention(op: ShapedOp) -> list[DimFactor]:
     q, k, v, mask = op.at(0), op.at(1), op.at(2), op.at(3, "attn_mask")
     causal = bool(op.arg(5, "is_causal", False))
     rank = len(op.out)
 
-    def masked(ins: dict[Any, int], d: int) -> Factor:
+    def masked(ins: dict[Any, int], d: int) -> DimFactor:
         if mask is not None:
             own = d - (rank - len(op.shapes[mask]))
             if own >= 0 and op.shapes[mask][own] > 1:
                 ins = {**ins, mask: own}
-        return Factor(ins, d)
+        return DimFactor(ins, d)
 
     factors = [masked({q: d, k: d, v: d}, d) for d in range(rank - 2)]
     return factors if causal else [*factors, masked({q: rank - 2}, rank - 2)]
 
 
-def _reduce(op: Op) -> list[Factor]:
+def _reduce(op: ShapedOp) -> list[DimFactor]:
     """mean and sum over dims: the rest stays, the summed dims give partial sums."""
     rank = len(op.shapes[0])
     dims = op.arg(1, "dim", None)
@@ -186,15 +186,15 @@ def _reduce(op: Op) -> list[Factor]:
     factors = []
     for d in range(rank):
         if d in summed:
-            factors.append(Factor({0: d}, None))
+            factors.append(DimFactor({0: d}, None))
             out += keep
         else:
-            factors.append(Factor({0: d}, out))
+            factors.append(DimFactor({0: d}, out))
             out += 1
     return factors
 
 
-def _transpose(op: Op) -> list[Factor]:
+def _transpose(op: ShapedOp) -> list[DimFactor]:
     rank = len(op.out)
     order = list(range(rank))
     if op.name == "permute":
@@ -202,35 +202,35 @@ def _transpose(op: Op) -> list[Factor]:
     else:
         a, b = (0, 1) if op.name == "t" else (op.args[1] % rank, op.args[2] % rank)  # type: ignore[operator]
         order[a], order[b] = b, a  # type: ignore[index]
-    return [Factor({0: source}, d) for d, source in enumerate(order)]
+    return [DimFactor({0: source}, d) for d, source in enumerate(order)]
 
 
-def _expand(op: Op) -> list[Factor]:
+def _expand(op: ShapedOp) -> list[DimFactor]:
     shift = len(op.out) - len(op.shapes[0])
     return [
-        Factor({0: d - shift} if d >= shift and op.shapes[0][d - shift] == op.out[d] else {}, d)
+        DimFactor({0: d - shift} if d >= shift and op.shapes[0][d - shift] == op.out[d] else {}, d)
         for d in range(len(op.out))
     ]
 
 
-def _slice(op: Op) -> list[Factor]:
+def _slice(op: ShapedOp) -> list[DimFactor]:
     cut = op.dim(1, len(op.out))
     whole = op.shapes[0][cut] == op.out[cut]
     return first_input(op, () if whole else {cut})
 
 
-def _select(op: Op) -> list[Factor]:
+def _select(op: ShapedOp) -> list[DimFactor]:
     rank = len(op.shapes[0])
     gone = op.dim(1, rank)
-    return [Factor({0: d}, d - (d > gone)) for d in range(rank) if d != gone]
+    return [DimFactor({0: d}, d - (d > gone)) for d in range(rank) if d != gone]
 
 
-def _pad(op: Op) -> list[Factor]:
+def _pad(op: ShapedOp) -> list[DimFactor]:
     same = {d for d in range(len(op.out)) if op.shapes[0][d] == op.out[d]}
     return first_input(op, set(range(len(op.out))) - same)
 
 
-def _index(op: Op) -> list[Factor]:
+def _index(op: ShapedOp) -> list[DimFactor]:
     """self[i, j, ...]: the indices' dims come first, then what is left of self."""
     places = [i for i, value in enumerate(op.args[1]) if value is not None]  # type: ignore[arg-type]
     if places != list(range(len(places))):
@@ -239,32 +239,32 @@ def _index(op: Op) -> list[Factor]:
     index = {op.inputs.index(op.args[1][i]): len(op.args[1][i].meta["info"].shape) for i in places}  # type: ignore[index, union-attr]
     rank = max(index.values())
     factors = [
-        Factor({k: d - (rank - r) for k, r in index.items()
+        DimFactor({k: d - (rank - r) for k, r in index.items()
                 if d >= rank - r and op.shapes[k][d - (rank - r)] == op.out[d]}, d)
         for d in range(rank)
     ]
     rest = len(op.shapes[own or 0]) - len(places)
-    return factors + [Factor({own: len(places) + d}, rank + d) for d in range(rest)]  # type: ignore[dict-item]
+    return factors + [DimFactor({own: len(places) + d}, rank + d) for d in range(rest)]  # type: ignore[dict-item]
 
 
-def _gather(op: Op) -> list[Factor]:
+def _gather(op: ShapedOp) -> list[DimFactor]:
     cut = op.dim(1, len(op.out))
-    return [Factor({0: d, 1: d}, d) for d in range(len(op.out))
+    return [DimFactor({0: d, 1: d}, d) for d in range(len(op.out))
             if d != cut and op.shapes[0][d] == op.shapes[1][d]]
 
 
-def _cross_entropy(op: Op) -> list[Factor]:
+def _cross_entropy(op: ShapedOp) -> list[DimFactor]:
     dims = [d for d in range(len(op.shapes[0])) if d != 1]
-    by_token = [Factor({0: d, 1: max(d - 1, 0)}, None) for d in dims]
+    by_token = [DimFactor({0: d, 1: max(d - 1, 0)}, None) for d in dims]
     plain = op.args[3] is None and op.args[5] == 0.0 and len(op.shapes[0]) == 2
-    return [*by_token, Factor({0: 1}, -1)] if plain else by_token  # -1: comes out whole
+    return [*by_token, DimFactor({0: 1}, -1)] if plain else by_token  # -1: comes out whole
 
 
-def _mean_over_rows(op: Op) -> list[Factor]:
-    return [Factor({0: d}, None) for d in range(len(op.shapes[0]))]
+def _mean_over_rows(op: ShapedOp) -> list[DimFactor]:
+    return [DimFactor({0: d}, None) for d in range(len(op.shapes[0]))]
 
 
-_RULES: dict[str, Callable[[Op], list[Factor]]] = {
+_RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     **dict.fromkeys(["to", "clone", "detach", "alias", "contiguous", "dropout", "getitem",
                      "masked_fill", "where", "broadcast_tensors", "fill",
                      "alpha_dropout", "zeros_like", "ones_like"], _same_dims),
@@ -299,7 +299,7 @@ VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_un
 PARTS = {"split", "chunk"}
 
 
-def factors_of(op: Op) -> list[Factor]:
+def factors_of(op: ShapedOp) -> list[DimFactor]:
     """Of any op but views and parts, which strategies.py follows by their outer parts."""
     rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
     return [] if rule is None or not op.inputs else rule(op)
@@ -316,7 +316,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 def flops(node: fx.Node) -> float:
     """Multiply-adds count two; only products matter."""
-    op = Op(node)
+    op = ShapedOp(node)
     if op.name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
         first = 1 if op.name in ("addmm", "baddbmm") else 0
         return 2.0 * math.prod(op.out) * op.shapes[op.at(first) or 0][-1]

@@ -49,7 +49,7 @@ from .square import all_strategies
 Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
 
 
-class Choice(NamedTuple):
+class OpWay(NamedTuple):
     """One way to run an op on all axes."""
 
     ins: tuple[Forms, ...]
@@ -75,7 +75,7 @@ class KindTable(NamedTuple):
     graph: fx.Graph
     mesh: tuple[int, ...]
     borders: dict[str, list[Forms]]
-    choices: dict[str, list[Choice]]
+    choices: dict[str, list[OpWay]]
     forms: dict[str, list[Forms]]
     kept: dict[Variable, Array]  # bytes kept through the step, per op or parameter and choice
     memory_s_per_byte: float
@@ -99,7 +99,7 @@ def _shape(info: TensorInfo | tuple[TensorInfo, ...]) -> tuple[int, ...]:
     return (info[0] if isinstance(info, tuple) else info).shape
 
 
-def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> list[Choice]:
+def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> list[OpWay]:
     """Strategies on one axis -> choices on the whole mesh, illegal ones left out."""
     inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
     shapes = [_shape(n.meta["info"]) for n in inputs]
@@ -118,7 +118,7 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
         )
         if fits:
             share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
-            found.append(Choice(ins, out, ";".join(s.text for s in picked), share))
+            found.append(OpWay(ins, out, ";".join(s.text for s in picked), share))
     return found
 
 
@@ -201,7 +201,7 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
                      solution)
 
 
-def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
+def _allowed(choices: list[OpWay], spatial: Spatial) -> list[OpWay]:
     """With "always", a linear that can run in a ring does."""
     rings = [c for c in choices if c.ring is not None]
     if spatial == "never":
@@ -209,7 +209,7 @@ def _allowed(choices: list[Choice], spatial: Spatial) -> list[Choice]:
     return rings if rings and spatial == "always" else choices
 
 
-def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
+def _op_costs(problem: _Problem, node: fx.Node, choice: OpWay,
               whole: tuple[float, float]) -> tuple[float, float]:
     """Seconds and kept bytes of an op under a choice."""
     seconds, kept = (cost / choice.share for cost in whole)
@@ -219,7 +219,7 @@ def _op_costs(problem: _Problem, node: fx.Node, choice: Choice,
     return seconds + sum(waits), kept + block
 
 
-def ring_costs(node: fx.Node, choice: Choice, mesh: tuple[int, ...], prices: Prices,
+def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Prices,
                forward: float) -> tuple[float, float, float]:
     """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
     axis = cast(int, choice.ring)
@@ -241,7 +241,7 @@ def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
 Readers = dict[fx.Node, list[tuple[str, list[Forms]]]]
 
 
-def _readers(choices: dict[fx.Node, list[Choice]]) -> Readers:
+def _readers(choices: dict[fx.Node, list[OpWay]]) -> Readers:
     """Value -> (reading op, the form it needs under each of its choices)."""
     readers: Readers = {}
     for node, options in choices.items():

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, Square, Strategy, side
-from .rules import OPERANDS, Op
+from .rules import OPERANDS, ShapedOp
 from .strategies import strategies
 
 Pairs = dict[fx.Node, dict[tuple[Split, Split], None]]  # value -> rows and columns of its squares
@@ -28,7 +28,7 @@ def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list
     found: dict[fx.Node, list[Strategy]] = {}
     pairs: Pairs = defaultdict(dict)
     for node, options in plain.items():
-        op = Op(node)
+        op = ShapedOp(node)
         squares = _spatial(op, options) or list(dict.fromkeys(_through(op, options, pairs)))
         for strategy in squares:
             if isinstance(strategy.out, Square) and strategy.out.row is not None:
@@ -37,7 +37,7 @@ def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list
     return found
 
 
-def _spatial(op: Op, options: list[Strategy]) -> list[Strategy]:
+def _spatial(op: ShapedOp, options: list[Strategy]) -> list[Strategy]:
     """A linear: one strategy per way to cut its rows and its columns."""
     places = OPERANDS.get(op.name)
     x, w = (None, None) if places is None or op.kwargs else map(op.at, places[:2])
@@ -73,7 +73,7 @@ def _square(row: Layout, col: Layout, skew: str) -> Layout:
     return Square(row, col, skew) if both else WHOLE  # type: ignore[arg-type]
 
 
-def _through(op: Op, options: list[Strategy], pairs: Pairs) -> Iterable[Strategy]:
+def _through(op: ShapedOp, options: list[Strategy], pairs: Pairs) -> Iterable[Strategy]:
     """Any other op on results of linears: every input is cut twice, or not at all."""
     for k, value in enumerate(op.inputs):
         for row, col in pairs.get(value, {}):

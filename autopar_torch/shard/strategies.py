@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
-from .rules import PARTS, VIEWS, Factor, Op, Shape, factors_of, first_input
+from .rules import PARTS, VIEWS, DimFactor, Shape, ShapedOp, factors_of, first_input
 
-Piece = tuple[int, int]  # a dim and its outer part
-Pieces = dict[fx.Node, set[Piece]]
+DimPart = tuple[int, int]  # a dim and its outer part
+DimParts = dict[fx.Node, set[DimPart]]
 
 
-def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) -> list[
-    tuple[Piece, Piece]
+def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, DimPart]]) -> list[
+    tuple[DimPart, DimPart]
 ]:
     """Pairs (piece of the old shape, piece of the new) that cut the same elements.
 
@@ -34,7 +34,7 @@ def view_pieces(old: Shape, new: Shape, wanted: Iterable[tuple[bool, Piece]]) ->
     return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
-def _piece_at(shape: Shape, outside: int) -> Piece | None:
+def _piece_at(shape: Shape, outside: int) -> DimPart | None:
     before = 1
     for dim, size in enumerate(shape):
         if size > 1 and before <= outside < before * size:
@@ -44,7 +44,7 @@ def _piece_at(shape: Shape, outside: int) -> Piece | None:
     return None
 
 
-def _strategies_of(op: Op, pieces: Pieces) -> list[Strategy]:
+def _strategies_of(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     if op.name in VIEWS:
         return _view_strategies(op, pieces)
     if op.name in PARTS:
@@ -52,7 +52,7 @@ def _strategies_of(op: Op, pieces: Pieces) -> list[Strategy]:
     return [s for factor in factors_of(op) for s in _of_factor(op, factor, pieces)]
 
 
-def _of_factor(op: Op, factor: Factor, pieces: Pieces) -> Iterable[Strategy]:
+def _of_factor(op: ShapedOp, factor: DimFactor, pieces: DimParts) -> Iterable[Strategy]:
     """The factor itself, and once more for every outer part seen on one of its dims."""
     cut = [(op.inputs[k], dim) for k, dim in factor.ins.items()] + [(op.node, factor.out)]
     outers = {outer for node, dim in cut for d, outer in pieces[node] if d == dim}
@@ -65,19 +65,19 @@ def _of_factor(op: Op, factor: Factor, pieces: Pieces) -> Iterable[Strategy]:
             yield _strategy(op, {k: Split(d, outer) for k, d in factor.ins.items()}, out)
 
 
-def _strategy(op: Op, ins: dict[int, Split], out: Layout) -> Strategy:
+def _strategy(op: ShapedOp, ins: dict[int, Split], out: Layout) -> Strategy:
     layouts = tuple(ins.get(k, WHOLE) for k in range(len(op.inputs)))
     return Strategy(layouts, tuple(s if s != WHOLE else PARTIAL for s in layouts), out)
 
 
-def _view_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
+def _view_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     wanted = [(True, p) for p in sorted(pieces[op.inputs[0]])]
     wanted += [(False, p) for p in sorted(pieces[op.node])]
     pairs = view_pieces(op.shapes[0], op.out, wanted)
     return [_strategy(op, {0: Split(*a)}, Split(*b)) for a, b in pairs]
 
 
-def _part_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
+def _part_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     """split and chunk in equal parts: the parts become an outer part of the dim."""
     rank = len(op.out)
     cut = op.dim(2, rank)
@@ -92,8 +92,8 @@ def _part_strategies(op: Op, pieces: Pieces) -> list[Strategy]:
 
 def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
     """Every way to split every op of a graph on one axis; the first is always "not at all"."""
-    nodes = [Op(node) for node in graph.nodes if node.op == "call_function"]
-    pieces: Pieces = defaultdict(set)
+    nodes = [ShapedOp(node) for node in graph.nodes if node.op == "call_function"]
+    pieces: DimParts = defaultdict(set)
     found: dict[fx.Node, list[Strategy]] = {}
     known: dict[fx.Node, list[int]] = {}  # pieces around an op when it was last looked at
     todo = nodes
@@ -111,10 +111,10 @@ def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
     return {op.node: [_whole(op), *dict.fromkeys(found[op.node])] for op in nodes}
 
 
-def _num_pieces(op: Op, pieces: Pieces) -> list[int]:
+def _num_pieces(op: ShapedOp, pieces: DimParts) -> list[int]:
     """They only ever become more."""
     return [len(pieces[node]) for node in (*op.inputs, op.node)]
 
 
-def _whole(op: Op) -> Strategy:
+def _whole(op: ShapedOp) -> Strategy:
     return Strategy((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.inputs), WHOLE)

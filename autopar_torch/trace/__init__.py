@@ -16,7 +16,7 @@ from ..errors import TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from . import losses
 from .apart import mixing
-from .blocks import Piece, Traits, cut, mark_grads, split_main, traits
+from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
 from .call import Call
 from .capture import Captured, Source, capture, check_sizes, describe_params
@@ -75,7 +75,7 @@ def _attempt(model: nn.Module, call: Call, options: dict[str, Any]) -> Captured 
     return None
 
 
-def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[Piece], fx.Graph]:
+def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
     check_sizes(flat)
     _merge_ties(flat, captured.sources)
@@ -90,7 +90,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[Piece], 
     return cut(flat, main, captured.sources), flat
 
 
-def _prologue(flat: fx.Graph, pieces: list[Piece]) -> fx.Graph:
+def _prologue(flat: fx.Graph, pieces: list[TracedBlock]) -> fx.Graph:
     """The flat graph without the nodes of the chain."""
     chain = {node for piece in pieces for node in piece.nodes}
     graph = fx.Graph()
@@ -117,7 +117,7 @@ def _merge_ties(graph: fx.Graph, sources: dict[str, Source]) -> None:
             node.replace_all_uses_with(kept)
 
 
-def repeat(pieces: list[Piece], stacks: dict[str, int]) -> list[Piece] | None:
+def repeat(pieces: list[TracedBlock], stacks: dict[str, int]) -> list[TracedBlock] | None:
     """Children 0, 1, 2 of each stack become all of its children; None if they are not alike."""
     for stack, count in stacks.items():
         pieces = [_renamed(p, f"{stack}.2", f"{stack}.{count - 1}") for p in pieces]
@@ -134,7 +134,8 @@ def repeat(pieces: list[Piece], stacks: dict[str, int]) -> list[Piece] | None:
     return pieces
 
 
-def _all_children(first: Piece, last: Piece, stack: str, count: int) -> Iterator[Piece]:
+def _all_children(first: TracedBlock, last: TracedBlock, stack: str,
+                  count: int) -> Iterator[TracedBlock]:
     """Children 1 .. count-1; an input that moves on between 1 and the last keeps moving on."""
     made = first
     yield first
@@ -149,7 +150,7 @@ def _all_children(first: Piece, last: Piece, stack: str, count: int) -> Iterator
         yield made
 
 
-def _renamed(piece: Piece, old: str, new: str) -> Piece:
+def _renamed(piece: TracedBlock, old: str, new: str) -> TracedBlock:
     """The piece with `old` replaced in the names of the block, its values and its parameters."""
 
     def fix(table: dict[str, str], end: str) -> dict[str, str]:
@@ -165,7 +166,7 @@ def _renamed(piece: Piece, old: str, new: str) -> Piece:
     )
 
 
-def _assemble(pieces: list[Piece], flat: fx.Graph, captured: Captured,
+def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
               known: dict[str, ParamInfo]) -> Traced:
     names: dict[str, str] = {}
     kinds: dict[str, Kind] = {}
@@ -203,7 +204,7 @@ def _has_rows(info: Any) -> bool:
     return any(s and s % ROWS == 0 for i in infos if i is not None for s in i.shape)
 
 
-def _kind(name: str, piece: Piece, found: Traits, known: Kind | None) -> Kind:
+def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:
     """What couples rows in one block does in all of its kind."""
     coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()), *found.coupled]))
     if known:
@@ -216,7 +217,7 @@ def _kind(name: str, piece: Piece, found: Traits, known: Kind | None) -> Kind:
                 coupled, found.mutates)
 
 
-def _outputs(pieces: list[Piece], flat: fx.Graph, captured: Captured) -> dict[str, str]:
+def _outputs(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured) -> dict[str, str]:
     """Name of what the model returns -> value of the chain."""
     made: dict[str, str] = {}
     for piece in pieces:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..model import ROWS, TensorInfo, at_rows
 from ..shard.rules import op_name
-from .blocks import Piece, at_batch
+from .blocks import TracedBlock, at_batch
 from .capture import Source
 from .clean import info_of, is_mutable
 
@@ -24,10 +24,10 @@ log = logging.getLogger("autopar_torch")
 NUM_ROWS, SPLITS = 3, ((1, 2), (2, 1))
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
 _VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
-Values = dict[str, Any]
+ByName = dict[str, Any]
 
 
-def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[Piece],
+def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedBlock],
            outputs: Iterable[str], sources: Mapping[str, Source],
            consts: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Ops of the prologue after which rows depend on each other."""
@@ -69,7 +69,7 @@ def _is_suspect(node: fx.Node) -> bool:
     return torch.Tag.pointwise not in tags and op_name(node) not in ("to", "detach", "clone")
 
 
-def _only_picks(node: fx.Node, pieces: Sequence[Piece]) -> bool:
+def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
     """Numbers of rows (`x[arange(rows), last]`) count the rows of a part as those of the whole."""
     base = node
     while op_name(base) in _VIEWS and base.all_input_nodes:
@@ -97,11 +97,11 @@ def _made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _run(graph: fx.Graph, given: Values, rows: int) -> Values:
+def _run(graph: fx.Graph, given: ByName, rows: int) -> ByName:
     """Every value of the prologue."""
     real = at_batch(graph, rows, torch.device("cpu"))
     made: dict[fx.Node, Any] = {}
-    values: Values = {}
+    values: ByName = {}
     for node, own in zip(graph.nodes, real.nodes, strict=True):
         if node.name in given:
             made[own] = given[node.name]
@@ -112,8 +112,8 @@ def _run(graph: fx.Graph, given: Values, rows: int) -> Values:
     return values
 
 
-def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: Values,
-             whole: Values, cut: tuple[int, ...]) -> str:
+def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
+             whole: ByName, cut: tuple[int, ...]) -> str:
     """The first op whose parts do not join, where those of what is asked do not."""
     fixed = {n.name: whole[n.name] for n in graph.nodes
              if n.op == "call_function" and n.name in rowless and not is_mutable(n)}

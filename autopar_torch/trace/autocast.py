@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TraceError
 
 aten = torch.ops.aten
-Casts = dict[int, torch.dtype]  # number of an argument (of all, flat) -> what it is cast to
-_known: dict[Any, tuple[Casts, torch.dtype | None]] = {}
+ArgCasts = dict[int, torch.dtype]  # number of an argument (of all, flat) -> what it is cast to
+_known: dict[Any, tuple[ArgCasts, torch.dtype | None]] = {}
 
 
 class _Heard(TorchDispatchMode):
@@ -27,7 +27,7 @@ class _Heard(TorchDispatchMode):
 
     def __init__(self, given: list[Any]) -> None:
         super().__init__()
-        self.casts: Casts = {}
+        self.casts: ArgCasts = {}
         self.places = {_storage(t): i for i, t in enumerate(given) if isinstance(t, Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ def _has_kernel(op: OpOverload, key: str) -> bool:
 
 
 def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dtype: torch.dtype,
-                  where: str) -> tuple[Casts, torch.dtype | None]:
+                  where: str) -> tuple[ArgCasts, torch.dtype | None]:
     """(casts of arguments, `dtype=` that the op is given), after which it computes the same."""
     want = _dtypes(node.meta["val"])
     kind = next(t.device.type for t in given if isinstance(t, Tensor))
@@ -102,7 +102,7 @@ def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dt
                      "precision='bfloat16'")
 
 
-def _casts(op: OpOverload, given: list[Any], spec: Any, state: Any) -> Casts:
+def _casts(op: OpOverload, given: list[Any], spec: Any, state: Any) -> ArgCasts:
     args, kwargs = pytree.tree_unflatten(given, spec)
     heard = _Heard(given)
     try:

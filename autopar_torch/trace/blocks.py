@@ -29,7 +29,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracedBlock:
     """A block: its nodes, its own graph, and what the slots of the graph are filled with."""
 
     name: str
@@ -133,7 +133,7 @@ def _unique(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.No
     return named
 
 
-def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list[Piece]:
+def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list[TracedBlock]:
     """Blocks in order, each with a graph of its own."""
     runs = units([node for node in graph.nodes if node in main])
     owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
@@ -150,12 +150,12 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list
 
 
 def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict[fx.Node, str],
-           sources: dict[str, Source]) -> Piece:
+           sources: dict[str, Source]) -> TracedBlock:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inside = set(nodes)
     outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-    piece = Piece(name, nodes, graph, {}, {}, {}, {}, {}, "")
+    piece = TracedBlock(name, nodes, graph, {}, {}, {}, {}, {}, "")
     for node in outside:
         slot, table, filled = _slot(piece, node, values, sources)
         table[slot] = filled
@@ -173,7 +173,7 @@ def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict
     return replace(piece, signature=_signature(graph))
 
 
-def _slot(piece: Piece, node: fx.Node, values: dict[fx.Node, str],
+def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
           sources: dict[str, Source]) -> tuple[str, dict[str, str], str]:
     if node in values:
         return f"x{len(piece.inputs)}", piece.inputs, values[node]

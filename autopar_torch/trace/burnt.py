@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-State = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
+ReadAttributes = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
 Read = tuple[str, str]  # class of a module, attribute
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (int, float, bool, str, type(None))
@@ -117,7 +117,7 @@ class Burnt:
         self._copies = [type(v)(v) for v in self._containers]
         state = dict(self._describe(modules, self.reads))
         if self.number == 0 or state != self.state:
-            self.state: State = state
+            self.state: ReadAttributes = state
             self.number += 1
 
     @staticmethod
@@ -126,7 +126,7 @@ class Burnt:
         configs = (vars(m).get("config") for m in modules.values())
         return {id(c): vars(c) for c in configs if hasattr(c, "__dict__")}
 
-    def described(self, reads: frozenset[Read]) -> State:
+    def described(self, reads: frozenset[Read]) -> ReadAttributes:
         """What decides about a trace that has read these attributes."""
         return dict(self._describe(dict(self.model.named_modules()), reads))
 

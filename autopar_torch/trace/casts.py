@@ -33,17 +33,17 @@ _LOSSES = {
     "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
     "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss", "log_softmax",
 }
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArgs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _cast(call: Call, dtype: torch.dtype, wanted: Callable[[torch.dtype], bool]) -> Call:
+def _cast(call: CallArgs, dtype: torch.dtype, wanted: Callable[[torch.dtype], bool]) -> CallArgs:
     def one(value: Tensor) -> Tensor:
         return value.to(dtype) if value.is_floating_point() and wanted(value.dtype) else value
 
     return pytree.tree_map_only(Tensor, one, call)
 
 
-def _dtypes(call: Call) -> set[torch.dtype]:
+def _dtypes(call: CallArgs) -> set[torch.dtype]:
     found = (t for t in pytree.tree_leaves(call) if isinstance(t, Tensor))
     return {t.dtype for t in found if t.is_floating_point()}
 
@@ -59,7 +59,7 @@ class Casts(TorchFunctionMode):
         args, kwargs = self._ready(getattr(func, "__name__", ""), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _ready(self, name: str, call: Call) -> Call:
+    def _ready(self, name: str, call: CallArgs) -> CallArgs:
         if name in _PRODUCTS and {self.dtype} < _dtypes(call):
             return _cast(call, self.dtype, lambda d: d != self.dtype)
         if name in _INTO and call[0] and len(_dtypes(call)) > 1:

@@ -24,7 +24,7 @@ from .burnt import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hoo
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
-State = dict[str, tuple[Any, Any]]  # attribute -> (object, what it holds)
+Attributes = dict[str, tuple[Any, Any]]  # attribute -> (object, what it holds)
 
 
 class Effects:
@@ -113,7 +113,7 @@ def _numbers() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def _state(module: nn.Module) -> State:
+def _state(module: nn.Module) -> Attributes:
     return {name: (value, _held(value)) for name, value in attributes(module)}
 
 
@@ -129,7 +129,7 @@ def _equal(old: Any, new: Any) -> bool:
     return old is new or (isinstance(old, PLAIN) and isinstance(new, PLAIN) and bool(old == new))
 
 
-def _restore(module: nn.Module, then: State) -> None:
+def _restore(module: nn.Module, then: Attributes) -> None:
     now = vars(module)
     for name in [name for name, _ in attributes(module) if name not in then]:
         del now[name]
