@@ -20,8 +20,8 @@ def check(schedule: Schedule, num_micro_batches: int) -> None:
 
 def _check_complete(schedule: Schedule, num_micro_batches: int) -> None:
     expected = _expected(schedule, num_micro_batches)
-    for position, lane in enumerate(schedule.actions):
-        found, where = Counter(lane), f"position {position}"
+    for position, actions in enumerate(schedule.actions):
+        found, where = Counter(actions), f"position {position}"
         for action in found:
             if expected.get(action) != position:
                 raise ScheduleError(f"{action} does not belong here", where=where)
@@ -37,7 +37,7 @@ def _expected(schedule: Schedule, num_micro_batches: int) -> dict[Action, int]:
 
     The lists say themselves whether they train, and which backwards they split in two.
     """
-    found = {action for lane in schedule.actions for action in lane}
+    found = {action for actions in schedule.actions for action in actions}
     trains = any(action.op in (Op.B, Op.I, Op.W, Op.REDUCE) for action in found)
     expected: dict[Action, int] = {}
     places = schedule.position_of
@@ -59,9 +59,9 @@ def _check_progress(schedule: Schedule) -> None:
     moved = True
     while moved:
         moved = False
-        for position, lane in enumerate(schedule.actions):
-            while next_index[position] < len(lane):
-                action = lane[next_index[position]]
+        for position, actions in enumerate(schedule.actions):
+            while next_index[position] < len(actions):
+                action = actions[next_index[position]]
                 if missing := _needs(action, schedule) - done:
                     if action.op in (Op.RECV_F, Op.RECV_B):
                         break
@@ -70,7 +70,7 @@ def _check_progress(schedule: Schedule) -> None:
                 done |= _effects(action)
                 next_index[position] += 1
                 moved = True
-    if any(index < len(lane) for index, lane in zip(next_index, schedule.actions, strict=True)):
+    if any(index < len(actions) for index, actions in zip(next_index, schedule.actions, strict=True)):
         raise ScheduleError(f"deadlock: no position can go on\n{_grid(schedule, next_index)}")
 
 
@@ -86,8 +86,8 @@ def _needs(action: Action, schedule: Schedule) -> set[Action]:
     if op in (Op.RECV_F, Op.RECV_B):
         return {action.other_end()}
     if op is Op.REDUCE:
-        lane = schedule.actions[schedule.position_of[stage]]
-        ends = (a for a in lane if a.stage == stage and a.op in (Op.B, Op.W))
+        actions = schedule.actions[schedule.position_of[stage]]
+        ends = (a for a in actions if a.stage == stage and a.op in (Op.B, Op.W))
         return {a._replace(op=Op.W) for a in ends}
     if op in (Op.SEND_F, Op.SEND_B, Op.W):
         return {Action(stage, Op.F if op is Op.SEND_F else Op.I, micro_batch)}
@@ -107,10 +107,10 @@ def _input_of(action: Action, position_of: Sequence[int]) -> set[Action]:
 def _grid(schedule: Schedule, next_index: list[int]) -> str:
     """One line per position: what it would do next, and what it waits for."""
     lines = []
-    for position, (index, lane) in enumerate(zip(next_index, schedule.actions, strict=True)):
-        line = f"  position {position}: " + (", ".join(map(str, lane[index : index + 4])) or "done")
-        if index < len(lane):
-            line += f"  <-- stuck, waits for {lane[index].other_end()}"
+    for position, (index, actions) in enumerate(zip(next_index, schedule.actions, strict=True)):
+        line = f"  position {position}: " + (", ".join(map(str, actions[index : index + 4])) or "done")
+        if index < len(actions):
+            line += f"  <-- stuck, waits for {actions[index].other_end()}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -129,7 +129,7 @@ def _check_channels(schedule: Schedule) -> None:
 def _channels(schedule: Schedule, ops: tuple[Op, ...]) -> dict[tuple[int, int], list[Action]]:
     """(position, the other one) -> its transfers of those kinds, in order."""
     channels: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for position, lane in enumerate(schedule.actions):
-        for action in (action for action in lane if action.op in ops):
+    for position, actions in enumerate(schedule.actions):
+        for action in (action for action in actions if action.op in ops):
             channels[position, schedule.position_of[action.other_end().stage]].append(action)
     return channels

@@ -84,16 +84,16 @@ class Schedule:
 
     def text(self) -> str:
         """One line per position, its actions joined by commas."""
-        return "\n".join(",".join(map(str, lane)) for lane in self.actions)
+        return "\n".join(",".join(map(str, actions)) for actions in self.actions)
 
     @cached_property
     def acknowledged(self) -> dict[Action, list[Action]]:
         """Receive -> the sends of its position that have arrived when it has: the other side took
         them before it sent."""
         taken: dict[Action, list[Action]] = {}
-        for lane in self.actions:
+        for actions in self.actions:
             sends: defaultdict[int, list[Action]] = defaultdict(list)  # of each peer, taken here
-            for action in lane:
+            for action in actions:
                 if action.op in (Op.RECV_F, Op.RECV_B):
                     sent = action.other_end()
                     sends[self.position_of[sent.stage]].append(sent)
@@ -109,8 +109,8 @@ class Schedule:
         if len(lines) > count:
             raise ScheduleError(f"{len(lines)} lines of actions for {count} positions")
         lines += [""] * (count - len(lines))
-        lanes = (tuple(Action.parse(word) for word in line.split(",") if word) for line in lines)
-        return cls(tuple(lanes), tuple(position_of))
+        lists = (tuple(Action.parse(word) for word in line.split(",") if word) for line in lines)
+        return cls(tuple(lists), tuple(position_of))
 
 
 def num_positions(position_of: Sequence[int]) -> int:
@@ -242,10 +242,10 @@ def _built(
     compute: list[list[Action]] = [[] for _ in range(num_positions(position_of))]
     for action in played:
         compute[position_of[action.stage]].append(action)
-    lanes = _insert_transfers(compute, position_of)
+    lists = _insert_transfers(compute, position_of)
     for stage in reversed(range(len(position_of)) if backward else ()):
-        lanes[position_of[stage]].append(Action(stage, Op.REDUCE))
-    return Schedule(tuple(map(tuple, lanes)), position_of)
+        lists[position_of[stage]].append(Action(stage, Op.REDUCE))
+    return Schedule(tuple(map(tuple, lists)), position_of)
 
 
 def order(
@@ -317,13 +317,13 @@ def _insert_transfers(
 ) -> list[list[Action]]:
     """Each send right after what it sends, each receive right before what needs it, or sooner."""
     due = _receives_due(compute, position_of)
-    lanes: list[list[Action]] = []
-    for position, lane in enumerate(compute):
-        lanes.append([])
-        for index, action in enumerate(lane):
-            lanes[-1] += due[position, index]
-            lanes[-1] += [action, *transfer(action, SENDS, position_of)]
-    return lanes
+    lists: list[list[Action]] = []
+    for position, actions in enumerate(compute):
+        lists.append([])
+        for index, action in enumerate(actions):
+            lists[-1] += due[position, index]
+            lists[-1] += [action, *transfer(action, SENDS, position_of)]
+    return lists
 
 
 def _receives_due(
@@ -336,8 +336,8 @@ def _receives_due(
     """
     needed: dict[Action, int] = {}
     channels: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for position, lane in enumerate(compute):
-        for index, action in enumerate(lane):
+    for position, actions in enumerate(compute):
+        for index, action in enumerate(actions):
             needed |= dict.fromkeys(transfer(action, RECEIVES, position_of), index)
             for send in transfer(action, SENDS, position_of):
                 receive = send.other_end()

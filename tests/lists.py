@@ -20,9 +20,9 @@ def ends_of(schedule: Schedule, seconds: Callable[[Action], float]) -> list[floa
     moved = True
     while moved:
         moved = False
-        for position, lane in enumerate(schedule.actions):
-            while index[position] < len(lane):
-                action = lane[index[position]]
+        for position, channel in enumerate(schedule.actions):
+            while index[position] < len(channel):
+                action = channel[index[position]]
                 if action.op in _RECEIVES:
                     sent = arrives.pop(action.other_end(), None)
                     if sent is None:

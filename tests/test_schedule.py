@@ -35,25 +35,25 @@ counts = st.integers(0, 9)
 
 
 def compute(schedule: Schedule, position: int) -> str:
-    lane = (action for action in schedule.actions[position] if action.op in COST)
-    return " ".join(f"{action.op}{action.micro_batch}" for action in lane)
+    channel = (action for action in schedule.actions[position] if action.op in COST)
+    return " ".join(f"{action.op}{action.micro_batch}" for action in channel)
 
 
 def makespan(schedule: Schedule) -> int:
     """Unit times, free communication; the lists are known not to deadlock."""
     ends: dict[Action, int] = {}
     clocks = [0] * len(schedule.actions)
-    rest = [list(lane) for lane in schedule.actions]
+    rest = [list(channel) for channel in schedule.actions]
     while any(rest):
-        for position, lane in enumerate(rest):
-            while lane:
-                action = lane[0]
+        for position, channel in enumerate(rest):
+            while channel:
+                action = channel[0]
                 if action.op in (Op.RECV_F, Op.RECV_B):
                     if action.other_end() not in ends:
                         break
                     clocks[position] = max(clocks[position], ends[action.other_end()])
                 clocks[position] += COST.get(action.op, 0)
-                ends[lane.pop(0)] = clocks[position]
+                ends[channel.pop(0)] = clocks[position]
     return max(clocks)
 
 
@@ -67,9 +67,9 @@ def classic_1f1b(p: int, position: int, m: int) -> str:
 
 
 def edit(schedule: Schedule, position: int, change: Callable[[list[str]], None]) -> Schedule:
-    lanes = [line.split(",") for line in schedule.text().split("\n")]
-    change(lanes[position])
-    return Schedule.parse("\n".join(map(",".join, lanes)), schedule.position_of)
+    channels = [line.split(",") for line in schedule.text().split("\n")]
+    change(channels[position])
+    return Schedule.parse("\n".join(map(",".join, channels)), schedule.position_of)
 
 
 def move(words: list[str], word: str, before: str) -> None:
@@ -149,8 +149,8 @@ def test_every_stage_computes_every_micro_batch_once(
 ) -> None:
     """Stated apart from the checker, so that a blind checker does not hide it."""
     done: dict[tuple[int, int, int], list[Op]] = {}
-    for position, lane in enumerate(build(name, position_of, m, backward).actions):
-        for action in lane:
+    for position, channel in enumerate(build(name, position_of, m, backward).actions):
+        for action in channel:
             if action.op in COST:
                 place = (position, action.stage, action.micro_batch)
                 done.setdefault(place, []).append(action.op)
@@ -165,10 +165,10 @@ def test_every_stage_computes_every_micro_batch_once(
 def test_1f1b_hurries_backwards_that_others_wait_for_once_the_forwards_are_done(
     position_of: list[int], m: int
 ) -> None:
-    for lane in build("1f1b", position_of, m).actions:
-        seen = [action.op for action in lane]
+    for channel in build("1f1b", position_of, m).actions:
+        seen = [action.op for action in channel]
         forwards_end = len(seen) - seen[::-1].index(Op.F) if Op.F in seen else 0
-        for index, action in enumerate(lane):
+        for index, action in enumerate(channel):
             if action.op is Op.SEND_B:
                 assert seen[index - 1] is (Op.I if index > forwards_end else Op.B)
 
@@ -268,8 +268,8 @@ def test_a_dropped_action_is_refused(
 ) -> None:
     schedule = build(name, position_of, m)
     position = data.draw(st.sampled_from(range(len(schedule.actions))))
-    lane = schedule.actions[position]
-    index = data.draw(st.sampled_from(range(len(lane))))
+    channel = schedule.actions[position]
+    index = data.draw(st.sampled_from(range(len(channel))))
     broken = edit(schedule, position, lambda words: words.__delitem__(index))
     with pytest.raises(ScheduleError, match="missing"):
         check(broken, m)

@@ -174,17 +174,17 @@ def test_the_walk_ends_when_the_engine_does(name: str, p: int, m: int, seed: int
     virtual, m = counted(name, p, m)
     pipe = pipeline(seed, p * virtual)
     work, tasks, number = work_of(pipe), [], {}
-    todo = [list(lane) for lane in build(name, tuple(range(p)) * virtual, m).actions]
+    todo = [list(channel) for channel in build(name, tuple(range(p)) * virtual, m).actions]
     last: dict[int, int] = {}
     while any(todo):
-        for position, lane in enumerate(todo):
-            while lane:
-                action, after = lane[0], [last[position]] if position in last else []
+        for position, channel in enumerate(todo):
+            while channel:
+                action, after = channel[0], [last[position]] if position in last else []
                 if action.op in (Op.RECV_F, Op.RECV_B):
                     if action.other_end() not in number:
                         break
                     after.append(number[action.other_end()])
-                lane.pop(0)
+                channel.pop(0)
                 seconds = work[action.op][action.stage] if action.op in work else 0.0
                 sends = action.op in (Op.SEND_F, Op.SEND_B)
                 needs = {} if sends else {f"core {position}": 1.0}

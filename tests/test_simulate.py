@@ -122,8 +122,8 @@ def test_what_has_arrived_may_be_let_go_and_nothing_else() -> None:
     known = lists.acknowledged
     assert Action(0, Op.SEND_F, 0) in known[Action(0, Op.RECV_B, 0)]
     for receive, sent in known.items():
-        lane = lists.actions[lists.position_of[receive.stage]]
-        assert all(lane.index(action) < lane.index(receive) for action in sent)
+        channel = lists.actions[lists.position_of[receive.stage]]
+        assert all(channel.index(action) < channel.index(receive) for action in sent)
 
 
 def a_timeline() -> Timeline:

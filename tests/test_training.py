@@ -97,10 +97,10 @@ def claim_messages_may_go_each_way_in_a_group_of_its_own() -> None:
         virtual = 2 if schedule == "interleaved" else 1
         model = _model("gpt2", {"pp": 2, "num_micro_batches": 4, "schedule": schedule,
                                 "virtual": virtual})
-        model.world.open_lanes()
+        model.world.open_channels()
         loss = model(**batch)
         loss.backward()
-        assert None not in model.world.lanes
+        assert None not in model.world.channels
         assert _near(loss, plain(**batch).loss), schedule
 
 

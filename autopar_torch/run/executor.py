@@ -62,8 +62,8 @@ class Mail:
         for rank in receivers(self.replica, action.stage, other, self.rank):
             for k, value in enumerate(values.values()):
                 data = value.contiguous()
-                lane = self.world.lane(self.rank, rank)
-                work = dist.isend(data, rank, lane, tag=self._tag(other, action, k))
+                channel = self.world.channel(self.rank, rank)
+                work = dist.isend(data, rank, channel, tag=self._tag(other, action, k))
                 self.sent.setdefault(action, []).append((work, data))
 
     def post(self, action: Action, other: int, empty: Callable[[], Values]) -> None:
@@ -71,8 +71,8 @@ class Mail:
         if action in self.posted:
             return
         values, rank = empty(), self.peer(action.stage, other)
-        lane = self.world.lane(rank, self.rank)
-        works = [dist.irecv(value, rank, lane, tag=self._tag(action.stage, action, k))
+        channel = self.world.channel(rank, self.rank)
+        works = [dist.irecv(value, rank, channel, tag=self._tag(action.stage, action, k))
                  for k, value in enumerate(values.values())]
         self.posted[action] = (works, values)
 

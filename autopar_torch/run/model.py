@@ -100,7 +100,7 @@ class ParallelModel(nn.Module):
         self.graph = graph
         self._take_place(plan)
         self.world.make_groups(_axis_groups(plan))
-        self.world.enter_lanes(pair for replica in plan.replicas for pair in neighbours(replica))
+        self.world.enter_channels(pair for replica in plan.replicas for pair in neighbours(replica))
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
         self.reducer = self._reducer()

@@ -73,7 +73,7 @@ class World:
         self.doing = self.watch.doing
         self.timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * PATIENCE * limit_s))
         self.groups: dict[tuple[int, ...], Any] = {}
-        self.lanes: tuple[Any, Any] = (None, None)
+        self.channels: tuple[Any, Any] = (None, None)
         self.words: Any = None  # the group of what is said between CPUs (None: the usual one)
         self.aside: Any = None  # a group of all ranks for what is no part of a step
         if not torch.cuda.is_available():
@@ -81,7 +81,7 @@ class World:
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":
-                self.open_lanes()
+                self.open_channels()
                 self.words = dist.new_group(backend="gloo", timeout=self.timeout)
             self.aside = self._group()
             transport.make_polite()
@@ -95,29 +95,29 @@ class World:
                 dist.all_reduce(torch.zeros(1, device=device()), group=self.aside)
             yield
 
-    def open_lanes(self) -> None:
+    def open_channels(self) -> None:
         """NCCL runs what two ranks exchange in a group strictly in order: a receive that is posted
         early would keep back the message that the other side waits for. So each group here carries
         messages between two ranks one way only."""
-        self.lanes = self._group(), self._group()
+        self.channels = self._group(), self._group()
 
     def _group(self, ranks: list[int] | None = None) -> Any:
         with ending.opening():
             return dist.new_group(ranks, timeout=self.timeout)
 
-    def enter_lanes(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def enter_channels(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The first message between two ranks in a group makes both wait for each other: that
         happens here, in one order on all ranks, before any is posted early."""
-        for source, target in sorted(set(pairs)) if self.lanes != (None, None) else ():
+        for source, target in sorted(set(pairs)) if self.channels != (None, None) else ():
             if self.rank in (source, target):
                 here = torch.zeros(1, device=device())
-                lane = self.lane(source, target)
+                channel = self.channel(source, target)
                 way = dist.isend if self.rank == source else dist.irecv
-                cast(Any, way(here, target + source - self.rank, lane)).wait()
+                cast(Any, way(here, target + source - self.rank, channel)).wait()
 
-    def lane(self, source: int, target: int) -> Any:
+    def channel(self, source: int, target: int) -> Any:
         """The group for messages from one rank to another (None: the usual one)."""
-        return self.lanes[source > target]
+        return self.channels[source > target]
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Every rank must call this with the same sets."""
