@@ -238,7 +238,7 @@ def claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
     losses = _steps(model, opt, [{"x": torch.ones(4, 16)}] * 3)
     assert len(set(losses)) == 3
     for held in model.store.held.values():
-        if not held.share.holding.region:
+        if not held.share.holding.extent:
             assert torch.equal(_of_rank_0(held.tensor.detach()), held.tensor), held.name
     assert torch.equal(torch.get_rng_state(), _of_rank_0(torch.get_rng_state()))
 

@@ -131,7 +131,7 @@ class ParamStore:
         """Whether every rank keeps all of a parameter."""
         holdings, info = self.holdings[name], self.graph.params[name]
         cut = self.plan.zero > 0 and info.trainable and not info.buffer
-        whole = all(not holding.region for holding in holdings)
+        whole = all(not holding.extent for holding in holdings)
         return whole and not cut and len(holdings) == self.world.size
 
     def _spread(self, name: str, tensor: Tensor) -> Spread:
@@ -223,7 +223,7 @@ class Bucket:
 
     def __init__(self, helds: list[Held]) -> None:
         self.helds, self.axis = helds, helds[0].axis
-        self.zero, self.mixed = helds[0].share.zero, helds[0].share.team.mixed
+        self.zero, self.layouts_differ = helds[0].share.zero, helds[0].share.team.layouts_differ
         self.steady = helds[0].share.steady
         self.sizes = [self._size(h) for h in helds]
         self.names = frozenset(h.name for h in helds)
@@ -235,7 +235,7 @@ class Bucket:
         self.works: list[Any] = []
 
     def _size(self, held: Held) -> int:
-        if self.mixed:
+        if self.layouts_differ:
             return math.prod(held.shape)
         return held.share.piece if self.zero else math.prod(held.share.local)
 
@@ -244,7 +244,7 @@ class Bucket:
         like, size = self.helds[0], sum(self.sizes)
         shape = (cast(Axis, self.axis).parts, size) if self.zero else (size,)
         flat = torch.empty(shape, dtype=like.dtype, device=like.leaf.device)
-        if not (self.zero or self.mixed):  # the usual case, in one call
+        if not (self.zero or self.layouts_differ):  # the usual case, in one call
             return torch.cat([self._taken(held).reshape(-1) for held in self.helds], out=flat)
         for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
             self._write(held, target)
@@ -252,7 +252,7 @@ class Bucket:
 
     def _write(self, held: Held, target: Tensor) -> None:
         grad = self._taken(held)
-        if self.mixed:
+        if self.layouts_differ:
             target.zero_()
             paste(target.view(held.shape), grad / held.share.holding.num_copies,
                   held.share.holding.boxes(held.shape))
@@ -295,10 +295,10 @@ class Bucket:
     def _parts(self, flat: Tensor, store: ParamStore) -> Sequence[Tensor]:
         """The sum of every parameter, in its shape."""
         with plainly():
-            if not (self.zero or self.mixed):  # the usual case, in one call
+            if not (self.zero or self.layouts_differ):  # the usual case, in one call
                 return _unflatten_dense_tensors(flat, [held.tensor for held in self.helds])
             pairs = zip(self.helds, flat.split(self.sizes), strict=True)
-            if self.mixed:
+            if self.layouts_differ:
                 return [store.cut(held, part.view(held.shape)) for held, part in pairs]
             return [part[: held.tensor.numel()].view(held.tensor.shape) for held, part in pairs]
 

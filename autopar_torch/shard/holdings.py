@@ -14,7 +14,7 @@ from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, local_shape, 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
-class Holding(NamedTuple):
+class LocalParam(NamedTuple):
     """One rank's part of a parameter on the tensor axes, before any ZeRO cut."""
 
     rank: int
@@ -24,7 +24,7 @@ class Holding(NamedTuple):
     place: tuple[int, ...]
 
     @property
-    def region(self) -> tuple[object, ...]:
+    def extent(self) -> tuple[object, ...]:
         """Equal for ranks that hold the same elements."""
         return tuple(self.cuts)
 
@@ -33,9 +33,9 @@ class Holding(NamedTuple):
         return all_cuts(self.forms.value, self.mesh, self.place)
 
     @property
-    def family(self) -> tuple[object, ...]:
+    def grad_group(self) -> tuple[object, ...]:
         """Equal for ranks whose gradients are to be added: complete copies stay apart."""
-        return _family(self.forms, self.mesh, self.place)
+        return _grad_group(self.forms, self.mesh, self.place)
 
     @property
     def num_copies(self) -> int:
@@ -52,7 +52,7 @@ class Holding(NamedTuple):
 
 
 @cache
-def _family(forms: Forms, mesh: tuple[int, ...], place: tuple[int, ...]) -> tuple[object, ...]:
+def _grad_group(forms: Forms, mesh: tuple[int, ...], place: tuple[int, ...]) -> tuple[object, ...]:
     copies = tuple(i if grad == WHOLE else None for grad, i in zip(forms.grad, place, strict=True))
     return (tuple(all_cuts(forms.value, mesh, place)), copies)
 
@@ -107,9 +107,9 @@ def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: T
     return list(info.at(rows))
 
 
-def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[Holding]]:
+def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[LocalParam]]:
     """Parameter -> one holding per rank that has a part of it, in rank order."""
-    found: dict[str, dict[int, Holding]] = {}
+    found: dict[str, dict[int, LocalParam]] = {}
     for r, replica in enumerate(plan.replicas):
         for s, stage in enumerate(replica.stages):
             first, last = stage.blocks or (0, 0)
@@ -119,26 +119,26 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[Holding]]:
                     forms = param_forms(plan, stage, block, slot)
                     own = found.setdefault(name, {})
                     for rank, place in places:
-                        own.setdefault(rank, Holding(rank, (r, s), forms, axes, place))
+                        own.setdefault(rank, LocalParam(rank, (r, s), forms, axes, place))
     return {name: [ranks[k] for k in sorted(ranks)] for name, ranks in found.items()}
 
 
 class Team(NamedTuple):
-    """Ranks whose gradients of a parameter are summed; `mixed`: their parts differ."""
+    """Ranks whose gradients of a parameter are summed; `layouts_differ`: so do their parts."""
 
     ranks: tuple[int, ...]
-    mixed: bool = False
+    layouts_differ: bool = False
 
 
-def team_of(holdings: list[Holding], rank: int) -> Team:
+def team_of(holdings: list[LocalParam], rank: int) -> Team:
     """With whom a rank sums its gradient."""
     mine = next(h for h in holdings if h.rank == rank)
     stages = {h.stage for h in holdings}
     alike = {(h.forms, h.mesh) for h in holdings}
     if len(alike) == 1 or len(stages) == 1:
-        ranks = tuple(h.rank for h in holdings if h.family == mine.family)
+        ranks = tuple(h.rank for h in holdings if h.grad_group == mine.grad_group)
         return Team(ranks)
     if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
-                        and not h.region and h.num_copies == 1 for h in holdings):
+                        and not h.extent and h.num_copies == 1 for h in holdings):
         return Team(tuple(h.rank for h in holdings))
     return Team(tuple(h.rank for h in holdings), True)

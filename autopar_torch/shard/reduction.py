@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph, item_bytes
 from ..plan import Plan
-from .holdings import Box, Holding, Team, all_holdings, team_of
+from .holdings import Box, LocalParam, Team, all_holdings, team_of
 from .layout import local_shape
 
 
@@ -19,7 +19,7 @@ class Share(NamedTuple):
     """One parameter or buffer on one rank."""
 
     name: str
-    holding: Holding
+    holding: LocalParam
     team: Team
     local: tuple[int, ...]  # this rank's part before the ZeRO cut
     dtype: str
@@ -74,13 +74,13 @@ class Share(NamedTuple):
         return self.piece if self.zero else self.num_local
 
 
-def is_stacked(holding: Holding) -> bool:
+def is_stacked(holding: LocalParam) -> bool:
     """Whether the boxes of a part lie one after the other along dim 0."""
     return all(cut.split.outer == 1 or cut.split.dim == 0 for cut in holding.cuts)
 
 
 def shares_of(plan: Plan, graph: ModelGraph, rank: int,
-              holdings: Mapping[str, list[Holding]] | None = None) -> dict[str, Share]:
+              holdings: Mapping[str, list[LocalParam]] | None = None) -> dict[str, Share]:
     """Everything that a rank has a part of."""
     found = {}
     for name, everyone in (holdings or all_holdings(plan, graph)).items():
@@ -91,23 +91,23 @@ def shares_of(plan: Plan, graph: ModelGraph, rank: int,
 
 
 def boxes_of(plan: Plan, graph: ModelGraph, name: str,
-             everyone: list[Holding]) -> dict[int, list[Box]]:
+             everyone: list[LocalParam]) -> dict[int, list[Box]]:
     """Rank -> what it keeps of a parameter."""
     shape = graph.params[name].shape
     teams: dict[tuple[object, ...], Team] = {}
     found = {}
     for holding in everyone:
-        key = (holding.family, holding.stage)
+        key = (holding.grad_group, holding.stage)
         if key not in teams:
             teams[key] = team_of(everyone, holding.rank)
         found[holding.rank] = _share(plan, graph, name, holding, teams[key]).boxes(shape)
     return found
 
 
-def _share(plan: Plan, graph: ModelGraph, name: str, holding: Holding, team: Team) -> Share:
+def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: Team) -> Share:
     info = graph.params[name]
     local = tuple(local_shape(info.shape, holding.forms.value, holding.mesh))
-    can_cut = len(team.ranks) > 1 and not team.mixed and bool(local)
+    can_cut = len(team.ranks) > 1 and not team.layouts_differ and bool(local)
     trained = info.trainable and not info.buffer
     zero = plan.zero > 0 and can_cut and trained and is_stacked(holding)
     steady = zero and _alike(plan) and _in_one_stage(plan, graph, name)
