@@ -70,7 +70,7 @@ def _check_progress(schedule: Schedule) -> None:
                 done |= _effects(action)
                 next_index[position] += 1
                 moved = True
-    if any(index < len(actions) for index, actions in zip(next_index, schedule.actions, strict=True)):
+    if any(index < len(own) for index, own in zip(next_index, schedule.actions, strict=True)):
         raise ScheduleError(f"deadlock: no position can go on\n{_grid(schedule, next_index)}")
 
 
@@ -108,7 +108,8 @@ def _grid(schedule: Schedule, next_index: list[int]) -> str:
     """One line per position: what it would do next, and what it waits for."""
     lines = []
     for position, (index, actions) in enumerate(zip(next_index, schedule.actions, strict=True)):
-        line = f"  position {position}: " + (", ".join(map(str, actions[index : index + 4])) or "done")
+        coming = ", ".join(map(str, actions[index : index + 4]))
+        line = f"  position {position}: {coming or 'done'}"
         if index < len(actions):
             line += f"  <-- stuck, waits for {actions[index].other_end()}"
         lines.append(line)

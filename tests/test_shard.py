@@ -230,11 +230,11 @@ def test_a_loss_writes_over_scores_only_where_nothing_else_needs_them(
 # --- linears --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 def test_a_weight_gradient_is_added_to_what_is_there_and_listeners_are_told_of_each(
-    turned: bool,
+    transposed: bool,
 ) -> None:
-    shape = (5, 4) if turned else (4, 5)
+    shape = (5, 4) if transposed else (4, 5)
     weight, listened = (torch.randn(shape).requires_grad_() for _ in range(2))
     listened.data, told, alone = weight.data.clone(), [0], torch.zeros(shape)
     listened.register_post_accumulate_grad_hook(lambda _: told.append(told.pop() + 1))
@@ -242,9 +242,9 @@ def test_a_weight_gradient_is_added_to_what_is_there_and_listeners_are_told_of_e
     for _ in range(3):
         x = torch.randn(6, 4)
         for own in (weight, listened):
-            direct_linear(x, own, None, turned).square().sum().backward()
+            direct_linear(x, own, None, transposed).square().sum().backward()
         whole = weight.detach().requires_grad_()
-        (x @ (whole.t() if turned else whole)).square().sum().backward()
+        (x @ (whole.t() if transposed else whole)).square().sum().backward()
         alone += cast(Tensor, whole.grad)
         places.add(cast(Tensor, weight.grad).data_ptr())
     torch.testing.assert_close((weight.grad, listened.grad), (alone, alone))

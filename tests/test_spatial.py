@@ -114,9 +114,9 @@ def block(x: np.ndarray, n: int, i: int, j: int) -> Tensor:
     return torch.tensor(x[i * rows : (i + 1) * rows, j * cols : (j + 1) * cols])
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_blocks_in_rings_give_the_dense_results_at_their_places(n: int, turned: bool) -> None:
+def test_blocks_in_rings_give_the_dense_results_at_their_places(n: int, transposed: bool) -> None:
     rng = np.random.default_rng(n)
     x, w, dy = (rng.standard_normal(size) for size in ((2 * n, 3 * n), (3 * n, 5 * n),
                                                         (2 * n, 5 * n)))
@@ -124,13 +124,13 @@ def test_blocks_in_rings_give_the_dense_results_at_their_places(n: int, turned: 
     def run(ring: ThreadRing) -> tuple[Any, ...]:
         r, c = ring.r, ring.c
         own = block(w, n, r + c, c)
-        own = own.t().contiguous() if turned else own
-        y, end = spatial.forward(ring, block(x, n, r, r + c), own, turned)
+        own = own.t().contiguous() if transposed else own
+        y, end = spatial.forward(ring, block(x, n, r, r + c), own, transposed)
         sent = [ring.num_sent]
-        dx, dy_end = spatial.backward(ring, block(dy, n, r, c), own, turned)
+        dx, dy_end = spatial.backward(ring, block(dy, n, r, c), own, transposed)
         sent.append(ring.num_sent)
-        dw = spatial.gradient(ring, end, dy_end, turned)
-        return y, dx, dw.t() if turned else dw, [*sent, ring.num_sent]
+        dw = spatial.gradient(ring, end, dy_end, transposed)
+        return y, dx, dw.t() if transposed else dw, [*sent, ring.num_sent]
 
     for (r, c), (y, dx, dw, sent) in on_square(n, run).items():
         assert torch.allclose(y, block(x @ w, n, r, c))

@@ -482,7 +482,7 @@ def steps(count):
         torch.ones(16 << 20)
     return faults() - before
 unkept = steps(5)
-heap.keep()
+heap.keep_freed_pages()
 steps(10)
 print(unkept, steps(5))
 """

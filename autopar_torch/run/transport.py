@@ -11,7 +11,7 @@ THREADS = Path("/proc/self/task")
 NAME = "gloo_tcp_loop"
 
 
-def make_polite() -> None:
+def run_gloo_threads_as_batch() -> None:
     """Have Gloo's threads wait for their turn instead of pushing a rank off its core.
 
     Such a thread tries a connection's lock again and again. When a message arrives while the rank

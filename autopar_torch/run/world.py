@@ -77,14 +77,14 @@ class World:
         self.words: Any = None  # the group of what is said between CPUs (None: the usual one)
         self.aside: Any = None  # a group of all ranks for what is no part of a step
         if not torch.cuda.is_available():
-            heap.keep()
+            heap.keep_freed_pages()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":
                 self.open_channels()
                 self.words = dist.new_group(backend="gloo", timeout=self.timeout)
             self.aside = self._group()
-            transport.make_polite()
+            transport.run_gloo_threads_as_batch()
 
     @contextlib.contextmanager
     def meeting(self, name: str) -> Iterator[None]:
@@ -124,7 +124,7 @@ class World:
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self.groups:
                 self.groups[ranks] = self._group(list(ranks))
-        transport.make_polite()
+        transport.run_gloo_threads_as_batch()
 
     def axis(self, ranks: tuple[int, ...]) -> Axis | None:
         """The group of these ranks, None for this rank alone."""

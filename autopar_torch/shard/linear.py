@@ -69,31 +69,32 @@ def product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
-def outer(x: Tensor, dy: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
-    """Factors of the gradient of a weight (`turned`: that of `linear`, else that of `addmm`)."""
-    return (dy.t(), x) if turned else (x.t(), dy)
+def outer(x: Tensor, dy: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Factors of the gradient of a weight (`transposed`: that of `linear`, else of `addmm`)."""
+    return (dy.t(), x) if transposed else (x.t(), dy)
 
 
 class _Direct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
+                transposed: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.turned = weight, bias is not None, turned
-        if turned or bias is None:
-            return F.linear(x, weight if turned else weight.t(), bias)
+        ctx.weight, ctx.has_bias, ctx.transposed = weight, bias is not None, transposed
+        if transposed or bias is None:
+            return F.linear(x, weight if transposed else weight.t(), bias)
         return torch.addmm(bias, x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (x,), (dy,), turned = ctx.saved_tensors, grads, ctx.turned
+        (x,), (dy,), transposed = ctx.saved_tensors, grads, ctx.transposed
         weight, flat = ctx.weight, dy.flatten(0, -2)
-        dx = dy @ (weight if turned else weight.t()) if ctx.needs_input_grad[0] else None
+        dx = dy @ (weight if transposed else weight.t()) if ctx.needs_input_grad[0] else None
         db = flat.sum(0) if ctx.has_bias else None
-        factors = outer(x.flatten(0, -2), flat, turned)
+        factors = outer(x.flatten(0, -2), flat, transposed)
         return dx, deliver(weight, lambda into: product(into, *factors)), db, None
 
 
 def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
-                  turned: bool = True) -> Tensor:
-    """`linear`, or (not turned) `addmm`, by a weight that is a leaf."""
-    return cast(Tensor, _Direct.apply(x, weight, bias, turned))
+                  transposed: bool = True) -> Tensor:
+    """`linear`, or (not transposed) `addmm`, by a weight that is a leaf."""
+    return cast(Tensor, _Direct.apply(x, weight, bias, transposed))

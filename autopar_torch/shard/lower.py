@@ -289,14 +289,14 @@ class Lowering:
         leaf = _is_parameter(ready[weight]) and weight.meta["info"].grad
         if ring is None and not (leaf and _is_plain(node, x, weight, bias)):
             return None
-        args, turned = [ready[x], ready[weight]], op_name(node) == "linear"
+        args, transposed = [ready[x], ready[weight]], op_name(node) == "linear"
         if bias is not None:
             args.append(self._scaled(ready[bias], self._summed(choice)))
         if ring is None:
             new = self.graph.call_function(direct_linear, tuple(args))
-            new.kwargs = {} if turned else {"turned": False}
+            new.kwargs = {} if transposed else {"transposed": False}
             return new
-        module = SpatialLinear(self.axes[ring], turned, leaf)
+        module = SpatialLinear(self.axes[ring], transposed, leaf)
         return self.graph.call_module(self._module("spatial_linear", module), tuple(args))
 
 

@@ -89,7 +89,7 @@ def _but_dim(index: int, default: int) -> Callable[[ShapedOp], list[DimFactor]]:
 
 
 def _but_dims(index: int) -> Callable[[ShapedOp], list[DimFactor]]:
-    """Some dims are turned; all of them, as one, where none is named."""
+    """Some dims are transposed; all of them, as one, where none is named."""
     return lambda op: _same_dims(
         op, {int(d) % len(op.out) for d in op.arg(index, "dims") or range(len(op.out))}
     )

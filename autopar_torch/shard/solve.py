@@ -365,14 +365,14 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
 
 def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple[int, ...],
              prices: Prices,
-             worth: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:
+             seconds_per_byte: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:
     """Shardings of a chain that are fastest for some worth of a byte: (seconds, bytes, sharding).
 
     Each is optimal for its price, so none is dominated by any other sharding: the lower convex hull
     of the (time, memory) Pareto set.
     """
     found: dict[tuple[float, int], list[Sharding]] = {}
-    for price in worth:
+    for price in seconds_per_byte:
         priced = prices._replace(memory_s_per_byte=price)
         kinds = dict.fromkeys(block.kind for block in blocks)
         tables = {kind: tabulate(programs[kind], mesh, priced) for kind in kinds}

@@ -77,37 +77,37 @@ def _arrive(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def forward(ring: Ring, x: Tensor, weight: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
-    """(result, the operand where it ends). `turned`: the weight is stored as columns, rows."""
+def forward(ring: Ring, x: Tensor, weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """(result, the operand where it ends). `transposed`: the weight is stored as columns, rows."""
     total: Tensor | None = None
     for t in range(ring.n):
         land = ring.start((x, weight), FORWARD) if t < ring.n - 1 else None
-        total = product(total, x, weight.t() if turned else weight)
+        total = product(total, x, weight.t() if transposed else weight)
         if land is not None:
             x, weight = land()
     return cast(Tensor, total), x
 
 
-def backward(ring: Ring, dy: Tensor, weight: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+def backward(ring: Ring, dy: Tensor, weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """(gradient of the operand, the result's gradient where it ends)."""
     total: Tensor | None = None
     for t in range(ring.n):
         land = ring.start((dy, weight), BACKWARD) if t < ring.n - 1 else None
-        total = product(total, dy, weight if turned else weight.t())
+        total = product(total, dy, weight if transposed else weight.t())
         if land is not None:
             dy, weight = land()
     return cast(Tensor, total), dy
 
 
-def gradient(ring: Ring, x: Tensor, dy: Tensor, turned: bool) -> Tensor:
+def gradient(ring: Ring, x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
     """Gradient of the weight, at home."""
     total: Tensor | None = None
     for t in range(ring.n - 1):
         land = ring.start((x, dy), TURN if t == ring.n - 2 else GRADIENT)
-        total = product(total, *outer(x, dy, turned))
+        total = product(total, *outer(x, dy, transposed))
         x, dy = land()
     land = ring.start((cast(Tensor, total),), (HOME,))
-    a, b = outer(x, dy, turned)
+    a, b = outer(x, dy, transposed)
     last = a @ b
     return land()[0].add_(last)
 
@@ -116,7 +116,7 @@ class _Spatial(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
                 linear: SpatialLinear) -> Tensor:
-        y, end = forward(linear.ring, _flat(x), weight, linear.turned)
+        y, end = forward(linear.ring, _flat(x), weight, linear.transposed)
         ctx.save_for_backward(end, weight)
         ctx.linear, ctx.shape, ctx.has_bias = linear, x.shape, bias is not None
         ctx.weight = weight
@@ -126,22 +126,22 @@ class _Spatial(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (x, weight), dy, linear = ctx.saved_tensors, _flat(grads[0]), ctx.linear
-        ring, turned = linear.ring, linear.turned
+        ring, transposed = linear.ring, linear.transposed
         db = dy.sum(0) if ctx.has_bias else None
         dx = None
         if ctx.needs_input_grad[0]:
-            dx, dy = backward(ring, dy, weight, turned)
+            dx, dy = backward(ring, dy, weight, transposed)
             dx = dx.view(ctx.shape)
         elif ctx.needs_input_grad[1]:
             (dy,) = ring.start((dy,), (SKIP,))()
         if not ctx.needs_input_grad[1]:
             return dx, None, db, None
-        work = partial(_gradient, ring, x, dy, turned)
+        work = partial(_gradient, ring, x, dy, transposed)
         return dx, deliver(ctx.weight, work) if linear.leaf else work(None), db, None
 
 
-def _gradient(ring: Ring, x: Tensor, dy: Tensor, turned: bool, into: Tensor | None) -> Tensor:
-    found = gradient(ring, x, dy, turned)
+def _gradient(ring: Ring, x: Tensor, dy: Tensor, transposed: bool, into: Tensor | None) -> Tensor:
+    found = gradient(ring, x, dy, transposed)
     return found if into is None else into.add_(found)
 
 
@@ -150,11 +150,11 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class SpatialLinear(nn.Module):
-    """`linear` (turned weight) or `addmm` on this rank's blocks; the bias is its columns' part."""
+    """`linear` (transposed weight) or `addmm` on this rank's blocks; of the bias its columns."""
 
-    def __init__(self, axis: Axis, turned: bool, leaf: bool) -> None:
+    def __init__(self, axis: Axis, transposed: bool, leaf: bool) -> None:
         super().__init__()
-        self.ring, self.turned, self.leaf = RankRing(axis), turned, leaf
+        self.ring, self.transposed, self.leaf = RankRing(axis), transposed, leaf
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cast(Tensor, _Spatial.apply(x, weight, bias, self))
