@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar_torch as ap
+import claims
 import oracle
 import zoo
 from autopar_torch.errors import FileError
-from autopar_torch.run import world
-from ranks import run_ranks
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -31,35 +30,6 @@ PLANS: dict[str, dict[str, Any]] = {
 # bfloat16 has 8 digits, so a rounding is up to 2e-3 of a value; sums in another order round
 # otherwise. Losses are means of many such values.
 NOISE = 5e-3
-
-
-@pytest.fixture(scope="module")
-def claims() -> dict[str, str]:
-    """All quick claims of this file, checked in one start of 2 ranks: name -> what was wrong."""
-    return run_ranks(2, "test_precision:check_all", "claim_")[0]  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def slow_claims() -> dict[str, str]:
-    """All others, in another start."""
-    return run_ranks(2, "test_precision:check_all", "slow_claim_")[0]  # type: ignore[no-any-return]
-
-
-def _names(prefix: str) -> list[str]:
-    return sorted(name for name in globals() if name.startswith(prefix))
-
-
-def check_all(prefix: str) -> dict[str, str]:
-    world.start()
-    torch.set_num_threads(1)
-    found = {}
-    for name in _names(prefix):
-        try:
-            globals()[name]()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
 
 
 class Regression(nn.Module):
@@ -332,15 +302,15 @@ def claim_weights_may_be_in_any_precision_themselves() -> None:
             assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
 
 
-@pytest.mark.parametrize("name", _names("claim_"))
-def test_precision(claims: dict[str, str], name: str) -> None:
-    assert not claims[name], claims[name]
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _names("slow_claim_"))
-def test_precision_slowly(slow_claims: dict[str, str], name: str) -> None:
-    assert not slow_claims[name], slow_claims[name]
+@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
+def test_on_2_ranks_slowly(name: str) -> None:
+    claims.hold(__name__, name)
 
 
 @pytest.mark.parametrize("field", ["precision", "grad_dtype"])

@@ -16,45 +16,19 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import autopar_torch as ap
+import claims
 import oracle
 import zoo
 from autopar_torch.errors import PlanError, ShardingError
 from autopar_torch.plan import Replica, Stage
-from autopar_torch.run import world
 from autopar_torch.search.space import Constraints
-from ranks import run_ranks
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "num_micro_batches": 2}
 ZERO3 = {"dp": 2, "zero": 3}
-
-
-@pytest.fixture(scope="module")
-def claims() -> dict[str, Any]:
-    """All claims of this file, checked in one start of 2 ranks: name -> "" or what was wrong."""
-    return run_ranks(2, "test_training:check_all")[0]
-
-
-def check_all() -> dict[str, str]:
-    world.start()
-    torch.set_num_threads(1)
-    found = {}
-    for name, claim in sorted(globals().items()):
-        if name.startswith("claim_"):
-            try:
-                claim()
-                found[name] = ""
-            except AssertionError as error:
-                found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def _names() -> list[str]:
-    return sorted(name for name in globals() if name.startswith("claim_"))
 
 
 def _model(name: str, degrees: dict[str, Any]) -> Any:
@@ -240,7 +214,6 @@ def claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
     for held in model.store.held.values():
         if not held.share.holding.extent:
             assert torch.equal(_of_rank_0(held.tensor.detach()), held.tensor), held.name
-    assert torch.equal(torch.get_rng_state(), _of_rank_0(torch.get_rng_state()))
 
 
 def _of_rank_0(x: Tensor) -> Tensor:
@@ -262,32 +235,6 @@ def claim_bfloat16_keeps_float32_master_weights() -> None:
         opt.step()
         opt.zero_grad()
     assert all(p.dtype == torch.float32 for p in model.parameters())
-
-
-class Branching(nn.Module):
-    """Looks at data while it runs, so it cannot be exported."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if x.sum() > 1e9:
-            return self.a(x).sum()
-        return (self.a(x)[:, 0] - y).square().mean()
-
-
-def claim_a_model_that_cannot_be_exported_trains_and_says_why() -> None:
-    torch.manual_seed(0)
-    plain = Branching()
-    model = ap.parallelize(Branching(), plan=ap.Plan.uniform(dp=2))
-    model.module.load_state_dict(plain.state_dict())
-    x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(5.0)
-    loss, want = model(x, y), plain(x, y)
-    loss.backward()
-    want.backward()
-    assert _near(loss, want) and _near(model.module.a.weight.grad, plain.a.weight.grad)
-    assert "x.sum() > 1e9" in model.fallback_reason
 
 
 def claim_what_does_not_fit_is_refused_on_every_rank() -> None:
@@ -402,9 +349,9 @@ def claim_plans_travel_as_json() -> None:
     assert _near(again(**zoo.batch("gpt2", 4)), model(**zoo.batch("gpt2", 4)))
 
 
-@pytest.mark.parametrize("name", _names())
-def test_claim(name: str, claims: dict[str, Any]) -> None:
-    assert claims[name] == ""
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
 
 
 ASKED = {"tp": 2, "num_micro_batches": 2, "recompute": True, "precision": "bfloat16"}
@@ -420,24 +367,6 @@ def test_one_process_does_what_constraints_ask_of_it(caplog: pytest.LogCaptureFi
     assert "not honoured, as there is one process: tp, confirm" in caplog.text
 
 
-class _Branches(nn.Linear):
-    """Cannot be traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).sum() if x.sum() > 1e9 else super().forward(x).mean()
-
-
-def test_the_plan_of_an_untraceable_model_says_what_is_done(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    parallel = ap.parallelize(_Branches(4, 4), constraints=ASKED)
-    parallel(torch.ones(4, 4)).backward()
-    assert parallel.fallback_reason
-    assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "float32"
-    assert not parallel.plan.replicas[0].stages[0].recompute
-    assert "cannot be traced: precision, num_micro_batches, recompute" in caplog.text
-
-
 def test_what_is_no_sum_over_rows_is_refused_wherever_it_is_made() -> None:
     class Root(_TwoMeans):
         def forward(self, x: Tensor) -> Tensor:
@@ -447,15 +376,6 @@ def test_what_is_no_sum_over_rows_is_refused_wherever_it_is_made() -> None:
     assert _near(ap.parallelize(Root(), plan=ap.Plan.uniform())(x=x), Root()(x))
     with pytest.raises(PlanError, match="sqrt uses statistics of the whole batch"):
         ap.parallelize(Root(), plan=ap.Plan.uniform(num_micro_batches=3))(x=x)
-
-
-def test_an_untraceable_model_gets_its_weights(tmp_path: Path) -> None:
-    given = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
-    save_file(given, str(tmp_path / "own.safetensors"))
-    parallel = ap.parallelize(_Branches(4, 4), weights=tmp_path)
-    parallel(torch.ones(4, 4))
-    assert parallel.fallback_reason
-    assert all(torch.equal(parallel.state_dict()[n], v) for n, v in given.items())
 
 
 def test_outputs_that_are_not_there_are_refused() -> None:

@@ -1,0 +1,214 @@
+"""What a call returns, in training and evaluation, and what may be done with the model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar_torch as ap
+import claims
+import zoo
+from autopar_torch.errors import PlanError, RunError
+from nets import ALL, DP2, PP2, TP2, Net, batch, near, net, parallel, refused, step_losses
+
+
+def claim_logits_and_loss_unpack_in_training_and_eval() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        x, y = batch(6)
+        logits, loss = model(x, y)
+        assert near(loss, plain(x, y)[1]) and near(model(x, y), loss)
+        said = refused(lambda z=logits: z.argmax(-1))
+        assert "not gathered" in said and "outputs=('0',)" in said, said
+        model.eval()
+        plain.eval()
+        with torch.no_grad():
+            got, want = model(x, y), plain(x, y)
+            assert type(got) is tuple and near(got[0], want[0]) and near(got[1], want[1]), degrees
+            got, want = model(x), plain(x)
+            assert near(got[0], want[0]) and got[1] is None, degrees
+
+
+def claim_outputs_asked_for_come_in_the_models_own_form() -> None:
+    model, plain = parallel(PP2, outputs=("0",)), net()
+    x, y = batch(6)
+    logits, loss = model(x, y)
+    want = plain(x, y)
+    assert near(logits, want[0]) and near(loss, want[1])
+
+
+def slow_claim_hugging_face_outputs_are_what_they_are() -> None:
+    model, plain = ap.parallelize(zoo.build("gpt2"), plan=ap.Plan.uniform(**PP2)), zoo.build("gpt2")
+    data = zoo.batch("gpt2", 4)
+    out, want = model(**data), plain(**data)
+    for loss in (out.loss, out["loss"], out[0], out):
+        assert near(loss, want.loss)
+    assert "not gathered" in refused(lambda: out.logits + 1)
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        del data["labels"]
+        got, want = model(**data), plain(**data)
+        assert type(got) is type(want) and near(got.logits, want.logits) and got.loss is None
+        got = model(**data, output_hidden_states=True)
+        want = plain(**data, output_hidden_states=True)
+        assert len(got.hidden_states) == len(want.hidden_states)
+        assert all(near(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
+
+
+def slow_claim_the_first_call_may_be_an_evaluation() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        model.eval()
+        plain.eval()
+        with torch.no_grad():
+            assert near(model(*batch())[1], plain(*batch())[1])
+        model.train()
+        plain.train()
+        assert near(step_losses(model), step_losses(plain)), degrees
+    model = parallel(TP2)
+    model.eval()
+    with torch.inference_mode():
+        assert near(model(*batch())[1], net()(*batch())[1])
+    model.train()
+    assert near(step_losses(model), step_losses(net()))
+
+
+def claim_autocast_around_forward_is_as_in_one_process() -> None:
+    for degrees in ALL:
+        model, plain, exact = parallel(degrees), net(), net()
+        x, y = batch()
+        losses = []
+        for m in (model, plain, exact):
+            with torch.autocast("cpu", torch.bfloat16, enabled=m is not exact):
+                losses.append(m(x, y)[1])
+            losses[-1].backward()
+        assert near(losses[0], losses[1], 1e-4) and not near(losses[0], losses[2], 1e-6), degrees
+        without = model(x, y)[1]
+        assert near(without, losses[2]), degrees
+
+
+def claim_wrappers_around_it_are_refused() -> None:
+    model = parallel(DP2)
+    model(*batch())
+    said = refused(lambda: nn.parallel.DistributedDataParallel(model))
+    assert "DistributedDataParallel" in said, said
+    from torch.distributed.fsdp import fully_shard
+
+    def shard() -> None:
+        other = parallel(DP2)
+        other(*batch())
+        fully_shard(other)(*batch())
+
+    assert "fully_shard" in refused(shard)
+
+
+def claim_models_that_something_else_splits_are_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.compile, fully_shard):
+        said = refused(lambda w=wrap: ap.parallelize(w(net())))
+        assert "parallelize: model" in said and "fix" in said, (wrap, said)
+
+
+def claim_a_change_on_one_rank_is_seen_in_the_fingerprint() -> None:
+    model = parallel(DP2)
+    model(*batch())
+    hashes: list[Any] = [None, None]
+    dist.all_gather_object(hashes, model.fingerprint_hash())
+    assert hashes[0] == hashes[1]
+    if dist.get_rank():
+        model.module.flip = True
+    dist.all_gather_object(hashes, model.fingerprint_hash())
+    assert hashes[0] != hashes[1]
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
+def test_on_2_ranks_slowly(name: str) -> None:
+    claims.hold(__name__, name)
+
+
+class Out(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+    extra: Any
+    rows: int
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits, loss = self.net(x, y)
+        return Out(logits, loss, {"deep": [logits.sum(), None]}, x.shape[0])
+
+
+def test_any_structure_comes_back_from_eval() -> None:
+    model, plain = ap.parallelize(net(Odd)), net(Odd)
+    assert near(model(*batch())[1], plain(*batch())[1])
+    model.eval()
+    with torch.no_grad():
+        got = model(*batch(5))
+    assert type(got) is Out and got.rows == 5 and got.extra["deep"][1] is None
+    assert near(got.extra["deep"][0], plain(*batch(5))[2]["deep"][0])
+
+
+def test_backward_in_eval_says_what_to_do() -> None:
+    model = ap.parallelize(net())
+    model.eval()
+    with pytest.raises(RunError, match=r"model.train\(\)"):
+        model(*batch())[1].backward()
+
+
+def test_a_first_evaluation_without_labels_says_what_to_do() -> None:
+    model = ap.parallelize(net())
+    model.eval()
+    with pytest.raises(PlanError, match="no loss"):
+        model(batch()[0])
+    model.train()
+    assert near(model(*batch())[1], net()(*batch())[1]) and not model.fallback_reason
+
+
+def test_a_model_is_parallelized_once() -> None:
+    module = net()
+    model = ap.parallelize(module)
+    with pytest.raises(PlanError, match="already in ParallelModel"):
+        ap.parallelize(model)
+    with pytest.raises(PlanError, match="already in ParallelModel"):
+        ap.parallelize(nn.Sequential(model))
+    model(*batch())
+    with pytest.raises(PlanError, match="already parallelized"):
+        ap.parallelize(module)
+
+
+def test_copies_and_pickles_say_what_to_do() -> None:
+    model = ap.parallelize(net())
+    for attempt in (copy.deepcopy, copy.copy, lambda m: torch.save(m, io.BytesIO()),
+                    torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(RunError, match="state_dict"):
+            attempt(model)  # type: ignore[operator]
+
+
+def test_moving_a_planned_model_is_refused_where_it_would_change_it() -> None:
+    model = ap.parallelize(net())
+    model(*batch())
+    model.to("cpu").float().to(torch.float32)
+    for move in (lambda: model.half(), lambda: model.bfloat16(), lambda: model.double(),
+                 lambda: model.to("meta"), lambda: model.to(torch.float64)):
+        with pytest.raises(RunError, match="before parallelize"):
+            move()
+    assert next(model.parameters()).dtype == torch.float32
