@@ -366,7 +366,7 @@ def test_the_old_form_is_refused_and_goes_on_as_the_docs_say(
     other, fresh = damage.start(1)
     _refused(lambda: other.load("old", fresh), "old form")
     _refused(lambda: ap.parallelize(damage.Small(), damage.X, weights="old"), "old form")
-    text = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "save_and_load.md").read_text()
     lines = text[text.index("**Earlier versions**") :].split("```")[1].removeprefix("python")
     exec(lines, {"model": other, "opt": fresh})
     other, fresh = damage.start(2)

@@ -1,8 +1,9 @@
-"""The shape of the house: which room may use which, and what no room may do."""
+"""The shape of the house: which room may use which, what no room may do, and what is told of it."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,8 +65,8 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT / PACKAGE).with_suffix("").parts[0]
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, room) of everything in the package that a file imports, at any depth."""
+def imports(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line, name within the package) of everything that a file imports from it, at any depth."""
     package = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -78,7 +79,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             continue
         for name in names:
             if name[0] == PACKAGE:
-                yield node.lineno, room_of_name(name[1:])
+                yield node.lineno, name[1:]
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -117,7 +118,7 @@ def test_imports_run_one_way() -> None:
     wrong = []
     for path in SOURCES:
         assert room(path) in MAY_IMPORT, f"{path.name}: say in MAY_IMPORT what it may use"
-        for line, used in imports(path):
+        for line, used in ((n, room_of_name(name)) for n, name in imports(path)):
             if used not in MAY_IMPORT[room(path)]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {room(path)} imports {used}")
     assert not wrong, "\n".join(wrong)
@@ -170,3 +171,42 @@ def is_print(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     )
+
+
+# --- what the docs say ----------------------------------------------------------------------------
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "launch").glob("*.md"),
+         *(ROOT / "profiling").rglob("*.md")]
+
+
+def files_imported(path: Path) -> set[Path]:
+    """A name may be a module, a package, or something in either."""
+    found = set()
+    for _, name in imports(path):
+        for parts in (name, name[:-1]):
+            base = (ROOT / PACKAGE).joinpath(*parts)
+            found |= {base.with_suffix(".py"), base / "__init__.py"}
+    return found
+
+
+@pytest.mark.parametrize(("which", "most"), [(0, 8), (1, 14)])
+def test_the_way_from_parallelize_to_a_collective_is_as_told(which: int, most: int) -> None:
+    """Each file of the list is imported by one that stands before it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = text.partition("## Follow parallelize()")[2].partition("\n## ")[0]
+    lists = [re.findall(r"^\d+\. `(.+?)`", part, re.M) for part in told.split("Without a plan")]
+    way = [ROOT / name for name in lists[which]]
+    assert way[0].name == "api.py" and way[-1].name == "collectives.py" and len(way) <= most
+    for place, path in enumerate(way[1:], 1):
+        assert any(path in files_imported(before) for before in way[:place]), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+    if page.name in ("CHANGELOG.md", "log.md"):
+        return  # they tell of what was
+    named = re.findall(r"`([a-z_/]+/[a-z_]+\.py|[a-z_]+/)`", text)
+    assert not [n for n in named if not ((ROOT / n).exists() or (ROOT / PACKAGE / n).exists())]

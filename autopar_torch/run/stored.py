@@ -151,7 +151,7 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(
             "no readable checkpoint: there is no manifest.json", where=str(folder),
             fix="give the folder that model.save() wrote (as weights= also safetensors files); how "
-            "one of the old form, with .metadata, is loaded docs/checkpoints.md shows",
+            "one of the old form, with .metadata, is loaded docs/guide/save_and_load.md shows",
         )
     with open_regular(path) as file:
         data = file.read(files.MAX_BYTES + 1)
