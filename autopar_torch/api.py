@@ -162,13 +162,14 @@ def measure(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | Sequence[Any],
     *,
+    precision: Precision | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
     seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
 ) -> measuring.Known:
     """What planning for this model needs to know of the machines torchrun started. With more
     `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
-    limits, seconds = _limits(constraints), files.checked(seconds, Seconds, "seconds")
+    limits, seconds = _limits(constraints, precision), files.checked(seconds, Seconds, "seconds")
     rank, size = world.start()
     place = world.World(rank, size)
     call, tensors = take_apart(*_as_call(example_inputs))
@@ -176,8 +177,7 @@ def measure(
     traced = tracing.once(own, place)(call, True, ("loss",))
     with untouched(world.device()):
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
-                              world.device(), session.cluster_of(place), limits,
-                              seconds)
+                                 world.device(), session.cluster_of(place), limits, seconds)
 
 
 # --- what was given -------------------------------------------------------------------------------

@@ -162,9 +162,11 @@ def _simulate(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> int:
     from . import api
 
-    asked = _asked(options)
-    known = api.measure(*_model(options), constraints=asked["constraints"],
-                        seconds=options.seconds)
+    if options.global_batch_size:
+        raise PlanError("what is measured are steps of the inputs", where="--global-batch-size",
+                        fix="make inputs of so many rows")
+    known = api.measure(*_model(options), constraints=_asked(options)["constraints"],
+                        precision=options.precision, seconds=options.seconds)
     if os.environ.get("RANK", "0") == "0":
         _save(known, options)
         print(f"{len(known.profile.cells)} programs, {len(known.profile.curves)} groups: "

@@ -16,6 +16,7 @@ from autopar_torch import Plan, api, files, load_plan
 from autopar_torch.cli import main
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.find import measuring
+from ranks import ROOT
 
 MODEL = """
 import torch
@@ -125,6 +126,17 @@ def test_what_was_measured_of_another_model_is_refused(
     assert main(["plan", given[0], "--cluster", str(tmp_path / "own.json"), *rest]) == 0
     assert main(["plan", given[0], "--cluster", str(tmp_path / "other.json"), *rest]) == 5
     assert "another model was measured" in capsys.readouterr().err
+
+
+def test_measuring_takes_the_precision_and_refuses_other_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = str(ROOT / "profiling" / "models.py") + ":gpt", str(tmp_path / "known.json")
+    given = ["measure", model, "--out", out, "--seconds", "0.1"]
+    assert main([*given, "--global-batch-size", "4"]) != 0
+    assert "make inputs of so many rows" in capsys.readouterr().err
+    assert main([*given, "--precision", "bfloat16"]) == 0
+    assert main(["plan", model, "--cluster", out, "--precision", "bfloat16"]) == 0
 
 
 def test_exit_codes_say_what_went_wrong(

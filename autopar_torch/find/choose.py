@@ -157,7 +157,7 @@ def _sources() -> str:
     return _hashed(*(p.read_bytes() for p in sources))
 
 
-ROOMS = (".", "search", "simulate", "shard", "run")
+ROOMS = (".", "search", "simulate", "shard", "run", "find")
 FORMAT = 20  # of what a profile means: changes with the measuring code
 
 
