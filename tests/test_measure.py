@@ -22,8 +22,8 @@ from autopar_torch.find import choose, measuring
 from autopar_torch.find.confirm import race
 from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
-from autopar_torch.measure.beside import Beside, Probe, told
 from autopar_torch.measure.links import Line, Seen
+from autopar_torch.measure.overlap import Beside, Probe, told
 from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
 from autopar_torch.measure.session import crowd
 from autopar_torch.measure.stats import evened, paced_medians, trimmed_mean
@@ -33,7 +33,7 @@ from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
 from autopar_torch.shard.collectives import Axis
 from autopar_torch.simulate.fluid import Task, run
-from autopar_torch.simulate.needs import needs_of
+from autopar_torch.simulate.to_measure import needs_of
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from quiet import judged

@@ -28,8 +28,8 @@ from ..run.world import World
 from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
-from ..simulate.needs import needs_of
 from ..simulate.network import lookup
+from ..simulate.to_measure import needs_of
 from ..trace import Traced
 from ..trace.call import Call
 from . import ways

@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, around, few
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
-from .beside import Beside, Probe, beside, told
+from .overlap import Beside, Probe, beside, told
 from .stats import median, trimmed_mean, uncertainty
 
 MOST_POINTS = 5

@@ -13,8 +13,8 @@ from ..profile import Curve
 from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
 from .costs import BlockWork, Bucket, Costs, RankCost, Work
-from .draws import Draw
 from .fluid import Task
+from .jitter import Draw
 
 _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
