@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -140,15 +140,6 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def core(self, rank: int) -> int:
         """A number that ranks on the same core have in common."""
         return self.cores[rank] if self.cores else rank
-
-    @cached_property
-    def ranks_per_core(self) -> int:
-        """Of the core that most ranks share."""
-        return self.most_on_a_core(range(self.num_devices))
-
-    def most_on_a_core(self, ranks: Iterable[int]) -> int:
-        """How many of some ranks share one core, where they do it most."""
-        return max(Counter(map(self.core, ranks)).values())
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a group uses."""

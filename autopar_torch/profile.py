@@ -30,7 +30,7 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True):
     """One block of a kind under one sharding, with so many rows, on one rank.
 
     Seconds are a device's own: alone on its core. `comm` counts what tensor groups exchange inside,
-    waiting for each other included, in one group alone on its cores.
+    waiting for each other included.
     """
 
     rows: Count
@@ -158,13 +158,15 @@ class Curve(Struct, frozen=True, forbid_unknown_fields=True):
         return max(y0 + share * (y1 - y0), points[0][1] if num_bytes < sizes[0] else 0.0)
 
 
-class Overheads(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a step costs beside its blocks, on one rank."""
+class Overheads(Struct, frozen=True):
+    """What a step costs beside its blocks, on one rank.
+
+    What only older files say of it (`meet_s`) is passed over.
+    """
 
     step_s: Seconds = 0.0  # once per step: taking the batch, handing the gradients over
     micro_batch_s: Seconds = 0.0  # per micro-batch: its part of the batch, masks and tables
     action_s: Seconds = 0.0  # per forward of a stage: coming to it from a backward
-    meet_s: Seconds = 0.0  # until ranks that share cores have met after computing
     update_s_per_byte: Seconds = 0.0  # optimizer, per byte of parameters
     update_s_per_tensor: Seconds = 0.0
     add_s_per_byte: Seconds = 0.0  # adding a gradient to what is there

@@ -6,8 +6,6 @@ import itertools
 import os
 import statistics
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +20,16 @@ from autopar_torch.find import choose, measuring
 from autopar_torch.find.confirm import race
 from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
-from autopar_torch.measure.beside import Beside, Probe, told
-from autopar_torch.measure.links import Line, Seen
-from autopar_torch.measure.samples import Sample, Scales, paces, sampled, scales, variation
-from autopar_torch.measure.session import crowd
-from autopar_torch.measure.stats import evened, paced_medians, trimmed_mean
+from autopar_torch.measure.links import Line, Lines, Seen
+from autopar_torch.measure.overlap import Overlap, Probe, overlap
+from autopar_torch.measure.samples import Sample, Scales, paces, scales, variation
+from autopar_torch.measure.stats import paced_medians, trimmed_mean
 from autopar_torch.plan import fit
-from autopar_torch.profile import AGAIN, Cell, Curve, Lookup, Piece, Profile, merged
+from autopar_torch.profile import AGAIN, Cell, CurveNeed, Piece, Profile, merged
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
 from autopar_torch.shard.collectives import Axis
-from autopar_torch.simulate.fluid import Task, run
-from autopar_torch.simulate.needs import needs_of
+from autopar_torch.simulate.to_measure import needs_of
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from quiet import judged
@@ -51,7 +47,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 2": {"dp": 2, "zero": 2, "num_micro_batches": 2},
     "zero 3": {"dp": 2, "zero": 3},
 }
-CROWDED = ("tp", "zero_bubble", "zero 2")
+SHARED = ("tp", "zero_bubble", "zero 2")
 
 
 def measured() -> dict[str, dict[str, Any]]:
@@ -88,25 +84,24 @@ def measured() -> dict[str, dict[str, Any]]:
     return found
 
 
-def crowded() -> dict[str, Any]:
+def sharing() -> dict[str, Any]:
     """On a rank that shares its core with the others: what is measured of a plan's blocks."""
     from accuracy import Side, session_for
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    sides = {name: Side(lambda: gpt(width=64, layers=2), PLANS[name]) for name in CROWDED}
+    sides = {name: Side(lambda: gpt(width=64, layers=2), PLANS[name]) for name in SHARED}
     measuring = session_for(sides)
     measuring.round()
     profile = measuring.profile()
     pieces = [piece for cell in profile.cells for piece in cell.pieces]
     return {
-        "ranks_per_core": profile.cluster.ranks_per_core,
+        "cores": profile.cluster.cores,
         "seconds": [[p.forward_s, p.backward_s] for p in pieces],
         "varies": not profile.jitter.quiet,
         "early": [p.input_s for p in pieces],
         "late": [p.weight_s for p in pieces],
-        "added": [p.added_s for cell in profile.cells if not cell.sharding for p in cell.pieces],
-        "added_split": [p.added_s for cell in profile.cells if cell.sharding for p in cell.pieces],
+        "added": [p.added_s for p in pieces],
     }
 
 
@@ -143,13 +138,12 @@ def test_a_real_step_is_recorded_as_a_timeline(ranks: list[dict[str, dict[str, A
 
 
 def test_ranks_that_share_a_core_measure_every_phase() -> None:
-    """Where they exchange, rounds are alike: what adding to gradients costs is not asked there."""
-    one, other = run_ranks(2, "test_measure:crowded")
+    one, other = run_ranks(2, "test_measure:sharing")
     assert one == other, "a profile is the same on every rank"
-    assert one["ranks_per_core"] == 2
+    assert one["cores"] == [0, 0]
     assert all(seconds > 0 for pair in one["seconds"] for seconds in pair), one
     assert all(seconds > 0 for seconds in one["early"]) and any(one["late"]), one
-    assert any(one["added"]) and not any(one["added_split"]), one
+    assert any(one["added"]), one
     assert one["varies"], "steps vary where cores are shared too"
 
 
@@ -161,27 +155,11 @@ def test_nodes_on_one_machine_are_known_to_share_its_cores() -> None:
     assert found.cores == (0, 1, 0, 2)
 
 
-@pytest.mark.parametrize("mesh", [(2,), (4,)])
-@pytest.mark.parametrize("cores", [(0, 1, 0, 1), (0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)])
-@pytest.mark.parametrize("core", [0.3, 0.5, 0.9])
-def test_a_crowd_takes_as_long_as_the_engine_says_of_groups_that_share_cores(
-    mesh: tuple[int, ...], cores: tuple[int, ...], core: float
-) -> None:
-    cluster = Cluster(((CPU_CORE,) * 4,), LOOPBACK, LOOPBACK, cores=cores)
-    groups = [range(k, k + mesh[0]) for k in range(0, 4, mesh[0])]
-    busy = Curve("sum", cluster.place(groups[0]), ((4.0, 1e-3),), core=core)
-    needs = [Counter(cores[rank] for rank in ranks) for ranks in groups]
-    together = run([Task("sum", 1.0, {str(c): min(1.0, n * core) for c, n in need.items()})
-                    for need in needs])
-    assert crowd(mesh, Lookup(Profile(cluster, (), (busy,)))) == pytest.approx(together[0][1])
-
-
-def test_what_ranks_on_one_core_compute_is_told_by_the_clock_of_their_thread() -> None:
-    _, sample = sampled(lambda: time.sleep(0.1), by_core=True)  # somebody else has the core
-    assert sample.compute_s == sample.wall_s < 0.05
-    assert scales([[sample] * 4], (), ranks_per_core=2) == Scales()
-    exchanging = [Sample(1.0, 0.4)] * 4
-    assert scales([exchanging], [0.3] * 4, 2) == pytest.approx(Scales(0.3 / 0.6, 0.4 / 0.4))
+def test_blocks_add_up_to_what_whole_rounds_take() -> None:
+    """A core that stops for a while stops in one block or the other, and in every round."""
+    blocks = [[Sample(1.0, 0.5), Sample(1.0, 0.5), Sample(2.0, 0.5)],
+              [Sample(2.0, 1.0), Sample(1.0, 0.5), Sample(1.0, 0.5)]]
+    assert scales(blocks) == pytest.approx(Scales(1.5 / 1.0, 1.0 / 1.0))
 
 
 def test_a_cell_that_was_measured_in_part_says_so() -> None:
@@ -304,30 +282,29 @@ def test_a_rank_that_waited_does_not_make_a_sum_uncertain() -> None:
     assert line.own(8.0) == [0.1] * 4
 
 
-@pytest.mark.parametrize(("alone", "seconds"), [(True, 3.5), (False, 3.0)])
-def test_an_exchange_takes_from_the_last_to_come_until_the_last_is_done(
-    alone: bool, seconds: float
-) -> None:
+def test_an_exchange_takes_from_the_last_to_come_until_the_last_is_done() -> None:
     """Rank 1 came last, and rank 0 had all half a second later."""
     places: Any = SimpleNamespace(rank=0, axis=lambda ranks: Axis(None, 2, 0, ranks))
-    line = Line("scatter", (0, 1), [8.0], places, torch.device("cpu"), uneven=True, alone=alone)
+    line = Line("scatter", (0, 1), [8.0], places, torch.device("cpu"), uneven=True)
     seen = [Seen({8.0: [9.5]}, {8.0: [0.1]}, [], []), Seen({8.0: [3.0]}, {8.0: [0.6]}, [], [])]
-    assert links._each(line, seen, 8.0) == [pytest.approx(seconds)]
+    assert links._each(line, seen, 8.0) == [pytest.approx(3.5)]
 
 
-def test_who_was_sooner_in_an_exchange_waits_for_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else it goes on, and a core that they share is not there for the others' exchange."""
+def test_rounds_to_warm_up_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    places: Any = SimpleNamespace(rank=0, axis=lambda ranks: Axis(None, 2, 0, ranks))
-    line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=False)
+    places: Any = SimpleNamespace(rank=0, size=1, make_groups=list,
+                                  axis=lambda ranks: Axis(None, 2, 0, ranks))
+    cluster = Cluster(((CPU_CORE,) * 2,), LOOPBACK, LOOPBACK)
+    lines = Lines([CurveNeed("sum", (0, 1), 8.0)], cluster, places, torch.device("cpu"))
+    [line] = lines.lines.values()
     monkeypatch.setattr(links, "PROBES", 0)
     monkeypatch.setattr(torch.distributed, "barrier", lambda **_: seen.append("meet"))
     monkeypatch.setattr(line, "_work", lambda *_: lambda: seen.append("exchange"))
-    line.round()
-    assert seen == ["meet", "exchange", "meet"]
-    assert line.samples == line.rests == {8.0: []}, "a round to warm up leaves nothing behind"
+    lines.warm_up()
+    assert seen == ["meet", "exchange", "meet"] * links.WARM_UP
+    assert line.samples == line.rests == {8.0: []}
+    lines.round()
+    assert len(line.samples[8.0]) == len(line.rests[8.0]) == 1
 
 
 def test_skewed_times_count_by_their_mean_but_an_outlier_does_not() -> None:
@@ -337,22 +314,13 @@ def test_skewed_times_count_by_their_mean_but_an_outlier_does_not() -> None:
 
 
 def test_an_exchange_is_told_by_what_it_takes_of_computing_and_what_is_left_of_its_speed() -> None:
-    assert told([Probe(10.0, 8.0, 0.0, 2.0)]) == Beside(core=0.0, speed=1.0)
-    assert told([Probe(10.0, 8.0, 2.0, 6.0)]) == Beside(core=0.5, speed=0.5)  # half done, slower
-    assert told([Probe(1.0, 1.0, 0.0, 0.0)]) == Beside(core=0.0, speed=1.0)  # ended within
-    assert told([Probe(1.0, 5.0, 0.0, 0.0)]) == Beside(core=0.0, speed=0.2)  # while others compute
+    assert overlap([Probe(10.0, 8.0, 0.0, 2.0)]) == Overlap(core=0.0, speed=1.0)
+    half_done_and_slower = Probe(10.0, 8.0, 2.0, 6.0)
+    assert overlap([half_done_and_slower]) == Overlap(core=0.5, speed=0.5)
+    ended_within = Probe(1.0, 1.0, 0.0, 0.0)
+    assert overlap([ended_within]) == Overlap(core=0.0, speed=1.0)
     goes_on, stands = Probe(10.0, 8.0, 0.0, 2.0), Probe(10.0, 8.0, 0.0, 10.0)
-    assert told([goes_on, stands] * 8).speed == pytest.approx(0.5), "what is lost adds up"
-
-
-def test_a_burst_that_met_one_chain_is_shared_by_all() -> None:
-    quiet, struck = [1.0, 1.1, 1.0, 1.2, 1.0, 1.1], [1.0, 1.6, 1.7, 1.5, 1.0, 1.6]
-    even = [
-        f * statistics.median(s)
-        for f, s in zip(evened([quiet, struck]), (quiet, struck), strict=True)
-    ]
-    assert even[1] / even[0] < 0.8 * statistics.median(struck) / statistics.median(quiet)
-    assert sum(even) == pytest.approx(statistics.median(quiet) + statistics.median(struck))
+    assert overlap([goes_on, stands] * 8).speed == pytest.approx(0.5), "what is lost adds up"
 
 
 def test_a_rank_that_stays_behind_varies_the_pace_of_both() -> None:

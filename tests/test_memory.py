@@ -15,10 +15,9 @@ from msgspec import structs
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
 from autopar_torch.find import choose, measuring
-from autopar_torch.search.best import SAFETY, Choice
+from autopar_torch.search.best import SAFETY
 from autopar_torch.search.space import Constraints
 from autopar_torch.simulate import simulate
-from autopar_torch.timeline import Memory, Timeline
 from problems import problem
 from ranks import run_ranks
 
@@ -128,18 +127,6 @@ def test_what_the_engine_finds_too_large_is_not_taken(
         assert "nearest" in str(error)
     else:
         assert max(c.memory_bytes for c in (found, *found.others)) <= limits.memory_bytes
-
-
-@pytest.mark.parametrize(("least", "room", "looked_at"), [(2, 9.0, 3), (4, 9.0, 4), (2, 0.0, 5)])
-def test_the_engine_looks_at_plans_until_the_formula_puts_them_far_behind_one_that_fits(
-    least: int, room: float, looked_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph, _, profile, num_rows, _ = problem(5)
-    step = Timeline((), 1.0, (Memory(fixed=1),))
-    monkeypatch.setattr(choose, "simulate", lambda *_, **__: step)
-    choices = [Choice(ap.Plan.uniform(dp=2), s, 0.0) for s in (1.0, 1.2, 1.39, 1.41, 3.0)]
-    found = choose._simulated(choices, least, room, graph, profile.profile, num_rows)
-    assert len(found) == looked_at
 
 
 @pytest.mark.parametrize("kept", [8, 12])

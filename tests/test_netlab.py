@@ -41,14 +41,17 @@ def lab() -> Iterator[Lab]:
 
 
 def stream(num_mbit: float, repeats: int, mark: str = "", server: str = "b") -> list[float]:
-    """Mbit/s from rank 0 to rank 1, one for each repeat; a file tells when half are done."""
+    """Mbit/s from rank 0 to rank 1, one for each repeat; a file tells when half are done, and the
+    rest waits until it is gone."""
     sender = os.environ["RANK"] == "0"
     rates = []
     with connected(server, sender) as line:
         for repeat in range(repeats):
             rates.append(one_stream(line, sender, int(num_mbit * BYTES_PER_MBIT)))
-            if mark and repeat == repeats // 2:
+            if mark and sender and repeat == repeats // 2:
                 Path(mark).touch()
+                while Path(mark).exists():
+                    time.sleep(0.01)
     return rates
 
 
@@ -117,24 +120,32 @@ def hang_on_one() -> None:
 
 # ---- rates
 
+# Of a rate or a share: nothing makes it larger, but a busy machine makes it smaller.
+at_least = pytest.mark.parametrize("least", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+
 
 def rate_mbps(lab: Lab, num_mbit: float, target: str = "stream", repeats: int = 3) -> float:
     """The best of some: a busy machine makes a rate worse, nothing makes it better."""
     return max(run_ranks(2, f"test_netlab:{target}", num_mbit, repeats, lab=lab)[0])
 
 
+@at_least
 @patient
-def test_a_card_has_the_rate_that_is_set(lab: Lab) -> None:
+def test_a_card_has_the_rate_that_is_set(lab: Lab, least: float) -> None:
     lab.set_rate("a", rate_mbps=500)
-    assert 440 < rate_mbps(lab, 100) < 510
+    assert 1.1 * least * 500 < rate_mbps(lab, 100) < 510
 
 
+@at_least
 @patient
-def test_a_new_rate_holds_for_what_is_under_way(lab: Lab, tmp_path: Path) -> None:
+def test_a_new_rate_holds_for_a_connection_that_is_there(
+    lab: Lab, tmp_path: Path, least: float
+) -> None:
     def slow_down() -> None:
         while not mark.exists():
             time.sleep(0.01)
         lab.set_rate("a", rate_mbps=50)
+        mark.unlink()
 
     mark = tmp_path / "half"
     mark.unlink(missing_ok=True)
@@ -144,20 +155,21 @@ def test_a_new_rate_holds_for_what_is_under_way(lab: Lab, tmp_path: Path) -> Non
     rates = run_ranks(2, "test_netlab:stream", 10, 9, str(mark), lab=lab)[0]
     thread.join(timeout=100)
     lab.set_rate("a", rate_mbps=500)
-    assert max(rates[:5]) > 400
-    assert 44 < max(rates[6:]) < 54
+    assert max(rates[:5]) > least * 500
+    assert 1.1 * least * 50 < max(rates[6:]) < 54
 
 
+@at_least
 @patient
-def test_trunks_and_pairs_limit_what_cards_do_not() -> None:
+def test_trunks_and_pairs_limit_what_cards_do_not(least: float) -> None:
     nodes = [Node(name="a", rate_mbps=300), Node(name="b"), Node(name="c", switch="s1")]
     with Lab(nodes, [Link("a", "b", 100), Link("s0", "s1", 40)], weight=50) as built:
-        assert 80 < between(built, "a", "b") < 108
-        assert 32 < between(built, "b", "c") < 44
+        assert least * 100 < between(built, "a", "b") < 108
+        assert least * 40 < between(built, "b", "c") < 44
         built.set_rate("s0", "s1", rate_mbps=None)
         built.set_rate("b", "a", rate_mbps=200)
-        assert 160 < between(built, "a", "b") < 215
-        assert 230 < between(built, "a", "c") < 320
+        assert least * 200 < between(built, "a", "b") < 215
+        assert least * 290 < between(built, "a", "c") < 320
 
 
 def between(lab: Lab, sender: str, receiver: str) -> float:
@@ -184,14 +196,15 @@ def test_gloo_gets_the_rate_too(lab: Lab, rate: float) -> None:
 # ---- shares, limits, failures
 
 
+@at_least
 @patient
-def test_a_share_of_a_core_is_what_is_set_and_can_change(lab: Lab) -> None:
+def test_a_share_of_a_core_is_what_is_set_and_can_change(lab: Lab, least: float) -> None:
     for shares in ((0.6, 0.3), (0.3, 0.5)):
         for name, share in zip("ab", shares, strict=True):
             lab.set_cpu_share(name, share)
         found = run_ranks(2, "test_netlab:spin", 0.7, lab=lab)
         for share, had in zip(shares, found, strict=True):
-            assert 0.8 * share < had < 1.05 * share
+            assert least * share < had < 1.05 * share
     for name in "ab":
         lab.set_cpu_share(name, 1)
 
@@ -203,14 +216,14 @@ def test_memory_over_the_limit_of_a_node_is_refused_there_only(lab: Lab) -> None
 
 
 def test_a_node_can_be_killed_and_paused(lab: Lab) -> None:
-    command = ["sh", "-c", "sleep 0.3; echo awake"]
-    asleep, awake = (lab.popen(name, command, stdout=subprocess.PIPE) for name in "ab")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    asleep, awake = (lab.popen(name, ["cat"], **pipes) for name in "ab")
     lab.pause("a")
-    assert awake.communicate(timeout=100) == (b"awake\n", None)
-    time.sleep(0.3)
-    assert asleep.poll() is None
+    assert awake.communicate(b"awake", timeout=100) == (b"awake", None)
+    with pytest.raises(subprocess.TimeoutExpired):
+        asleep.communicate(b"awake", timeout=0.3)
     lab.resume("a")
-    assert asleep.communicate(timeout=100) == (b"awake\n", None)
+    assert asleep.communicate(timeout=100) == (b"awake", None)
     lost = lab.popen("a", ["sleep", "600"])
     lab.kill("a")
     assert lost.wait(timeout=100) == -signal.SIGKILL
@@ -231,8 +244,8 @@ def test_ranks_fill_the_nodes_and_no_route_leads_out(lab: Lab) -> None:
 def test_ranks_in_a_lab_fail_and_hang_as_others_do(lab: Lab) -> None:
     with pytest.raises(AssertionError, match=r"rank 1 exited with 1(.|\n)*rank one has had enough"):
         run_ranks(2, "test_netlab:fail_on_one", lab=lab)
-    with pytest.raises(AssertionError, match=r"had not finished after 2 s(.|\n)*in hang_on_one"):
-        run_ranks(2, "test_netlab:hang_on_one", lab=lab, timeout_s=2)
+    with pytest.raises(AssertionError, match=r"had not finished after 5 s(.|\n)*in hang_on_one"):
+        run_ranks(2, "test_netlab:hang_on_one", lab=lab, timeout_s=5)
 
 
 def test_a_command_is_run_until_the_time_limit(lab: Lab) -> None:

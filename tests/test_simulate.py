@@ -22,10 +22,10 @@ from autopar_torch.report.perfetto import export
 from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
 from autopar_torch.simulate import memory, simulate
-from autopar_torch.simulate.alike import leaders, led
 from autopar_torch.simulate.costs import Costs
-from autopar_torch.simulate.draws import drawn
+from autopar_torch.simulate.equal_ranks import leaders, led
 from autopar_torch.simulate.fluid import Capacity, Task, run
+from autopar_torch.simulate.jitter import drawn
 from autopar_torch.simulate.network import lookup
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
 from autopar_torch.trace import trace

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from ..errors import FileError
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
-from ..search.best import KEPT, MOST_OFF, SAFETY, Choice, Outcome, search, varied
+from ..search.best import KEPT, SAFETY, Choice, Outcome, search, varied
 from ..search.space import Constraints
 from ..simulate import simulate
 from ..simulate.network import lookup
@@ -66,46 +65,31 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
          kept: int = KEPT) -> Outcome:
     """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured and nobody shares, the engine would only repeat the walk. What the
-    search took to fit, the engine may find too large: then the search is asked for less.
+    Where nothing was measured, the engine would only repeat the walk. What the search took to fit,
+    the engine may find too large: then the search is asked for less.
     """
     looked_at = kept if known.profile.assumed else max(kept, MOST_KEPT)
     result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=looked_at)
     choices = [result.best, *result.runners_up]
     if not known.profile.assumed:
-        shared = known.profile.cluster.ranks_per_core > 1
-        room, told = limits.room(known.profile.cluster), (graph, known.profile, num_rows)
-        choices = choices if shared else varied(choices, kept)
-        choices = _simulated(choices, kept, room, *told, 0 if shared else DRAWS)
+        choices = _simulated(varied(choices, kept), graph, known.profile, num_rows)
+        room = limits.room(known.profile.cluster)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > room:
             less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
             return best(graph, known, num_rows, less, kept)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
-        choices.sort(key=lambda c: c.step_s)
-        if shared:  # the formula knows of no sharing, so there were many: only the first are drawn
-            choices = _simulated(varied(choices, kept), kept, room, *told)
     first, *others = sorted(varied(choices, kept), key=lambda c: c.step_s)
     reason = f"fastest of {result.considered} candidates"
     plan = msgspec.structs.replace(first.plan, reason=reason)
     return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))
 
 
-def _simulated(choices: Sequence[Choice], least: int, room: float, graph: ModelGraph,
-               profile: Profile, num_rows: int, draws: int = DRAWS) -> list[Choice]:
-    """In their order by the formula, until it puts the next one far behind the best that fits; but
-    no fewer than `least`."""
-    found: list[Choice] = []
-    best_s = math.inf
-    for choice in choices:
-        if len(found) >= least and choice.step_s > MOST_OFF * best_s:
-            break
-        timeline = simulate(choice.plan, graph, profile, num_rows, draws=draws)
-        peak = max(memory.peak_bytes for memory in timeline.memory)
-        found.append(Choice(choice.plan, timeline.step_s, peak))
-        if SAFETY * peak <= room:
-            best_s = min(best_s, timeline.step_s)
-    return found
+def _simulated(choices: Sequence[Choice], graph: ModelGraph, profile: Profile,
+               num_rows: int) -> list[Choice]:
+    timelines = [simulate(c.plan, graph, profile, num_rows, draws=DRAWS) for c in choices]
+    return [Choice(c.plan, t.step_s, max(memory.peak_bytes for memory in t.memory))
+            for c, t in zip(choices, timelines, strict=True)]
 
 
 def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
@@ -158,7 +142,7 @@ def _sources() -> str:
 
 
 ROOMS = (".", "search", "simulate", "shard", "run", "find")
-FORMAT = 20  # of what a profile means: changes with the measuring code
+FORMAT = 21  # of what a profile means: changes with the measuring code
 
 
 def _load(path: Path, kind: type[Noun]) -> Noun | None:

@@ -18,7 +18,7 @@ from .. import files
 from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError
 from ..limits import Name
-from ..measure.links import WARM_UP, Lines
+from ..measure.links import Lines
 from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
@@ -28,8 +28,8 @@ from ..run.world import World
 from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
 from ..shard.price import Prices
-from ..simulate.needs import needs_of
 from ..simulate.network import lookup
+from ..simulate.to_measure import needs_of
 from ..trace import Traced
 from ..trace.call import Call
 from . import ways
@@ -191,7 +191,8 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]
     lines = Lines(needs, cluster, world, device, late=())  # inside of blocks
-    for _ in range(WARM_UP + LINK_ROUNDS):
+    lines.warm_up()
+    for _ in range(LINK_ROUNDS):
         lines.round()
     seen = Lookup(Profile(cluster, (), lines.result()))
     rows = max(1, call.num_rows)
@@ -200,7 +201,7 @@ def _options(traced: Traced, call: Call, world: World, device: torch.device, clu
     def prices(mesh: tuple[int, ...]) -> Prices:
         among = ways.axis_ranks(mesh)
         links = tuple(ways.link_of(seen, ranks) for ranks in among)
-        hides = 1.0 if base is GPU else ways.hidden(seen, cluster, among)
+        hides = 1.0 if base is GPU else ways.hidden(seen, among)
         return Prices(base, links, 0.0, rows, hides)
 
     made: list[Option] = []

@@ -16,7 +16,7 @@ from ..run.shardings import complete
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
-from ..simulate.needs import cells_of
+from ..simulate.to_measure import cells_of
 from ..trace import Traced
 from . import ways
 from .measuring import MOST_TP, Known, digest, tell_stale

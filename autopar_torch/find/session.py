@@ -19,7 +19,7 @@ from ..run.prologue import Prologue
 from ..run.record import SILENT
 from ..run.world import World
 from ..schedule import Schedule
-from ..simulate.needs import needs_of
+from ..simulate.to_measure import needs_of
 from ..trace import Traced
 from ..trace.call import Call, take_apart
 

@@ -75,14 +75,11 @@ def link_of(profile: Lookup, ranks: tuple[int, ...]) -> Link:
     return Link(max(1e-7, gather.seconds(SMALL)), share / slope, max(1.0, other / slope))
 
 
-def hidden(profile: Lookup, cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> float:
-    """The part of a message that goes on under a matmul: the core is free for so much of it.
-
-    On a fast link the core copies all the time, on a slow one it waits. Ranks that share a core
-    share what is left of it.
-    """
+def hidden(profile: Lookup, groups: Sequence[tuple[int, ...]]) -> float:
+    """The part of a message that goes on under a matmul: the core is free for so much of it. On a
+    fast link the core copies all the time, on a slow one it waits."""
     busy = max((profile.curve("gather", ranks).core for ranks in groups), default=0.0)
-    return max(0.0, 1.0 - cluster.ranks_per_core * busy)
+    return max(0.0, 1.0 - busy)
 
 
 SPATIAL: dict[str, tuple[Spatial, ...]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +21,12 @@ from ..shard.linear import WeightQueue
 from ..shard.lower import lower
 from ..trace import Traced
 from .bytes import TensorBytes
-from .samples import Sample, Scales, Variation, sampled, scales, seconds, variation, whole
+from .samples import Columns, Sample, sampled, scales, seconds
 from .stats import median, uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
 TURNS = ("backward", "input", "added")  # how the backwards of a round run, in turn
-ALIKE = ("backward", "backward", "input")  # where what a core did is taken from whole rounds
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
@@ -50,18 +48,13 @@ class Runner:
     module: fx.GraphModule
     args: list[Any]
     grads: list[Tensor]  # of the outputs that have one, made before anything is counted
-    by_core: bool = False
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue = field(default_factory=WeightQueue)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     counted: Counted | None = None
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
-
     def forward(self, keep: bool = True) -> None:
-        self.outputs, sample = sampled(self.run, self.by_core)
+        self.outputs, sample = sampled(self.run)
         if keep:
             self.samples.setdefault("forward", []).append(sample)
 
@@ -81,44 +74,40 @@ class Runner:
                 torch.autograd.backward(ends, self.grads)
 
         with self.queue if how == "input" else contextlib.nullcontext():
-            _, sample = sampled(work, self.by_core)
+            _, sample = sampled(work)
         self.outputs = ()
         self.samples.setdefault(how, []).append(sample)
 
     def weights(self) -> None:
         if self.queue.waiting:
-            _, sample = sampled(self.queue.flush, self.by_core)
+            _, sample = sampled(self.queue.flush)
             self.samples.setdefault("weight", []).append(sample)
 
     def clear(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
+        for arg in self.args:
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                arg.grad = None
 
 
 class Blocks:
     """All cells of one mesh, kind of plan and number of rows, as a chain."""
 
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
-                 context: dict[str, Any], device: torch.device,
-                 shares_core: bool = False) -> None:
+                 context: dict[str, Any], device: torch.device) -> None:
         self.active = axes is not None
         self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.pieces: dict[CellNeed, dict[str, float]] = {}
-        self.alike = shares_core and self.exchanges  # see `scales`
-        self.by_core = shares_core and not self.exchanges
-        self.turns = itertools.cycle(ALIKE if self.alike else TURNS)
+        self.turns = itertools.cycle(TURNS)
         self.num_rounds = 0
-        self.cores: list[float] = []  # seconds on this thread's core, per round, where `alike`
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
             return
         for need in needs:
             block = next(b for b in traced.graph.blocks if b.kind == need.kind)
             count = min(COPIES, sum(b.kind == need.kind for b in traced.graph.blocks))
-            made = [_runner(need, block, traced, axes, context, device, self.by_core)
-                    for _ in range(count)]
+            made = [_runner(need, block, traced, axes, context, device) for _ in range(count)]
             self.first.append(made[0])
             self.runners += made
 
@@ -132,7 +121,6 @@ class Blocks:
         are asked for late are mostly added to others, as at the end of a pipeline."""
         self.num_rounds += 1
         how = next(self.turns)
-        core = time.thread_time() if self.alike else 0.0
         for runner in self.runners:
             runner.forward(keep=how != "input")
         for runner in reversed(self.runners):
@@ -140,12 +128,10 @@ class Blocks:
         if how == "input":
             for runner in reversed(self.runners):
                 runner.weights()
-        elif self.alike:
-            self.cores.append(time.thread_time() - core)
-        if how == "added" or self.alike:
+        if how == "added":
             for runner in self.runners:
                 runner.clear()
-        self.switched.append(sampled(self.typical.run, self.by_core)[1])
+        self.switched.append(sampled(self.typical.run)[1])
 
     @property
     def typical(self) -> Runner:
@@ -171,17 +157,12 @@ class Blocks:
 
     def forget(self) -> None:
         self.num_rounds = 0
-        self.cores.clear()
         self.switched.clear()
         for runner in self.runners:
             runner.samples.clear()
 
-    def result(self, ranks_per_core: int, factor: float, crowd: float) -> dict[CellNeed, Piece]:
-        """`factor`: of what was seen here, where the noise of all chains is to be the same;
-        `crowd`: how much longer exchanging took here than in a group alone."""
-        seen = scales(self._columns, self.cores, ranks_per_core)
-        scale = Scales(factor * seen.compute, factor * seen.comm / crowd)
-        found = {}
+    def result(self) -> dict[CellNeed, Piece]:
+        scale, found = scales(self.columns), {}
         for need in {r.need for r in self.runners}:
             forward, backward, added, early, late = (
                 seconds(self._samples(need, phase), scale) for phase in PHASES
@@ -194,16 +175,9 @@ class Blocks:
         return found
 
     @property
-    def _columns(self) -> list[list[Sample]]:
+    def columns(self) -> Columns:
         """Of whole backwards: those in two parts would count twice."""
         return [r.samples[phase] for r in self.runners for phase in WHOLE if phase in r.samples]
-
-    @property
-    def rounds(self) -> list[float]:
-        return whole(self._columns, lambda s: s.wall_s)
-
-    def variation(self) -> Variation:
-        return variation(self._columns)
 
     def _samples(self, need: CellNeed, phase: str) -> list[Sample]:
         """Of all its copies."""
@@ -219,7 +193,7 @@ class Blocks:
 
 
 def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
-            context: dict[str, Any], device: torch.device, by_core: bool) -> Runner:
+            context: dict[str, Any], device: torch.device) -> Runner:
     graph = traced.programs[need.kind]
     module = lower(graph, need.sharding, axes, rows=need.rows, device=device)
     args = []
@@ -231,7 +205,7 @@ def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
         if node.name in block.params and args[-1].requires_grad:
             kept = traced.graph.params[block.params[node.name]].dtype
             args[-1].grad_dtype = getattr(torch, kept)
-    return Runner(need, module, args, [], by_core)
+    return Runner(need, module, args, [])
 
 
 def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],

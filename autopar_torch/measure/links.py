@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from ..profile import Curve, CurveNeed, around, few
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
-from .beside import Beside, Probe, beside, told
+from .overlap import Overlap, Probe, overlap, probe
 from .stats import median, trimmed_mean, uncertainty
 
 MOST_POINTS = 5
@@ -42,17 +42,17 @@ class Places(Protocol):
     def gather(self, value: T) -> list[T]: ...
 
 
+def meet(places: Places) -> None:
+    if places.size > 1:
+        dist.barrier()
+
+
 class Line:
     """One kind of communication among the ranks of one group, at several sizes."""
 
     def __init__(self, op: str, ranks: tuple[int, ...], sizes: Sequence[float], places: Places,
-                 device: torch.device, uneven: bool, sharing: int = 1,
-                 alone: bool = True, crowded: bool = False) -> None:
-        """`sharing`: so many of the ranks are on this one's core. `alone`: no two on any.
-        `crowded`: others compute on its cores while it is probed."""
+                 device: torch.device, uneven: bool) -> None:
         self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
-        self.alone, self.crowded = alone, crowded
-        self.sharing, self.rounds = sharing, 0
         self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
         self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
@@ -68,42 +68,27 @@ class Line:
     def round(self) -> None:
         if self.axis is None:
             return
-        self.rounds += 1
         for size in self.wanted:
             torch.ones(FLUSH, device=self.device)  # as after a block: what is sent is not at hand
             dist.barrier(group=self.axis.group)
-            work = self._work(size, self.axis)
-            timed = self.rounds > WARM_UP
-            if not timed:
-                work()
-            elif self.op == "send":
+            if self.op == "send":
                 self._message(size, self.axis)
             else:
-                self._collective(size, work, self.axis)
-            # Who is sooner waits: going on, it would keep a shared core from the others.
+                self._collective(size, self.axis)
             done = stamp()
             dist.barrier(group=self.axis.group)
-            if timed:
-                self.rests[size].append(between(done, stamp()))
+            self.rests[size].append(between(done, stamp()))
 
     def probe(self) -> None:
         """How it and computing share a core."""
-        if self.axis is None:
-            return
-        if self.crowded and self.rounds > WARM_UP:
-            self.probes.append(self._among(self.wanted[-1], self.axis))
-        elif not self.crowded and len(self.probes) < PROBES:
+        if self.axis is not None and len(self.probes) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
-            self.probes.append(beside(self.op, size, self.axis, self.device, self.sharing))
+            self.probes.append(probe(self.op, size, self.axis, self.device))
 
-    def _among(self, size: float, axis: Axis) -> Probe:
-        """A message while others compute where it comes from and where it goes to: most of what it
-        takes longer is waiting until its receiver gets the core."""
-        return Probe(self.samples[size][-1], self._sent(size, axis)[0], 0.0, 0.0)
-
-    def _collective(self, size: float, work: Callable[[], None], axis: Axis) -> None:
+    def _collective(self, size: float, axis: Axis) -> None:
         """As in training ranks come to it from other things. If `uneven`, each in turn later than
         the rest: who has slept takes longer to be handed a long message."""
+        work = self._work(size, axis)
         self.other()
         if self.uneven and len(self.samples[size]) % axis.parts == axis.index:
             self.other()
@@ -118,15 +103,13 @@ class Line:
         return self.samples[size][self.axis.index :: self.axis.parts]
 
     def _message(self, size: float, axis: Axis) -> None:
-        seconds, posting = self._sent(size, axis)
+        sent = torch.ones(max(1, int(size) // 4), device=self.device)
+        seen = [_to_and_fro(sent, axis, first, self.other) for first in (0, 1)]
+        seconds, posting = seen[axis.index]
         self.samples[size].append(seconds)
         self.held.append(min(1.0, posting / max(seconds, 1e-9)))
 
-    def _sent(self, size: float, axis: Axis) -> tuple[float, float]:
-        sent = torch.ones(max(1, int(size) // 4), device=self.device)
-        return [_to_and_fro(sent, axis, first, self.other) for first in (0, 1)][axis.index]
-
-    def _work(self, size: float, axis: Axis) -> Callable[[], None]:
+    def _work(self, size: float, axis: Axis) -> Callable[[], object]:
         count = max(1, int(size) // 4)
         parts = axis.parts
         match self.op:
@@ -135,17 +118,10 @@ class Line:
                 return lambda: arrive(start_sum(flat, axis))
             case "gather":
                 piece = torch.ones(max(1, count // parts), device=self.device)
-                return lambda: _drop(gather_pieces(piece, axis))
-            case "scatter":
-                flat = torch.ones((parts, max(1, count // parts)), device=self.device)
-                return lambda: _scatter(flat, axis)
+                return lambda: gather_pieces(piece, axis)
             case _:
-                sent = torch.ones(count, device=self.device)
-                return lambda: _drop(_to_and_fro(sent, axis, 0, lambda: None))
-
-
-def _drop(_: object) -> None:
-    """The result is not needed, the time of making it is."""
+                rows = torch.ones((parts, max(1, count // parts)), device=self.device)
+                return lambda: _scatter(rows, axis)
 
 
 def _scatter(flat: Tensor, axis: Axis) -> None:
@@ -212,12 +188,11 @@ class Seen(NamedTuple):
 def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
     """Of messages every rank has its own samples. Who comes last to a collective waits for nobody:
     it begins then. It ends when the last one is done, be it another one, as links may be slower one
-    way. On a shared core, which one rank leaves late to another, the former stands for the latter.
-    """
+    way."""
     columns = [own.samples[size] for own in seen]
     if line.op == "send":
         return [x for own in columns for x in own]
-    rests = [own.rests[size] if line.alone else [0.0] * len(own.samples[size]) for own in seen]
+    rests = [own.rests[size] for own in seen]
     rows = zip(zip(*columns, strict=True), zip(*rests, strict=True), strict=True)
     return [min(map(add, own, rest)) - min(rest) for own, rest in rows]
 
@@ -225,9 +200,9 @@ def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
 def _curve(key: tuple[str, str], line: Line, seen: Sequence[Seen]) -> Curve:
     points = tuple((size, trimmed_mean(_each(line, seen, size))) for size in line.sizes)
     probes = [x for own in seen for x in own.probes]
-    beside = told(probes) if probes else Beside(0.0, 1.0)
+    both = overlap(probes) if probes else Overlap(0.0, 1.0)
     held = [x for own in seen for x in own.held]
-    return Curve(*key, points, beside.core, median(held) if held else 0.0, beside.speed)
+    return Curve(*key, points, both.core, median(held) if held else 0.0, both.speed)
 
 
 class Lines:
@@ -242,10 +217,7 @@ class Lines:
             groups.setdefault(key, (ranks, set()))[1].add(max(4.0, need.num_bytes))
         places.make_groups(ranks for ranks, _ in groups.values())
         self.places, self.cluster = places, cluster
-        self.busy = torch.ones(128, 128, device=device)
-        self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late,
-                                self._on_this_core(ranks), cluster.most_on_a_core(ranks) == 1,
-                                self._crowded(key[0], ranks))
+        self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late)
                       for key, (ranks, sizes) in sorted(groups.items())}
 
     def focus(self, needs: Sequence[CurveNeed]) -> None:
@@ -261,34 +233,14 @@ class Lines:
         for line in self.lines.values():
             if line.wanted:
                 line.round()
-                self._meet()
+                meet(self.places)
                 line.probe()
-                self._meet(meanwhile=self._disturbs(line))
+                meet(self.places)
 
-    def _meet(self, meanwhile: bool = False) -> None:
-        """`meanwhile`: compute until all are there."""
-        if self.places.size > 1:
-            done = dist.barrier(async_op=True)
-            while meanwhile and not done.is_completed():
-                self.busy @ self.busy
-            done.wait()
-
-    def _on_this_core(self, ranks: Sequence[int]) -> int:
-        own = self.cluster.core(self.places.rank)
-        return max(1, [self.cluster.core(rank) for rank in ranks].count(own))
-
-    def _crowded(self, op: str, ranks: Sequence[int]) -> bool:
-        """Whether they exchange messages where others compute, as stages of a pipeline do that
-        share cores. Sums come at the end of a step, when there is less and less to compute."""
-        others = set(range(self.places.size)) - set(ranks)
-        cores = set(map(self.cluster.core, ranks))
-        return op == "send" and not cores.isdisjoint(map(self.cluster.core, others))
-
-    def _disturbs(self, line: Line) -> bool:
-        own = self.cluster.core(self.places.rank)
-        return line.crowded and line.axis is None and own in map(self.cluster.core, line.ranks)
-
-    def forget(self) -> None:
+    def warm_up(self) -> None:
+        """Its times do not count."""
+        for _ in range(WARM_UP):
+            self.round()
         for line in self.lines.values():
             line.held.clear()
             for times in (*line.samples.values(), *line.rests.values()):

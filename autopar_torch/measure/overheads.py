@@ -9,16 +9,11 @@ import torch
 
 from ..profile import Overheads
 from ..shard.parts import copy_rows, fill, flat_piece
-from .links import FLUSH, Places, computing
-from .samples import sampled
+from .links import FLUSH, computing
+from .samples import timed
 from .stats import median
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
-MEETINGS = 2
-COLD = ("update", "fill")  # come long after what they need was last used
-WARM = ("batch",)  # comes before what begins a step, as every time
-AMONG = ("context",)  # comes between forwards and backwards, which leave other programs in caches
-TOGETHER = ("meet", "compute", "both")  # all ranks begin at once
 
 
 class Extras:
@@ -28,8 +23,7 @@ class Extras:
     how many there are and on how much of them a cache holds: of what is updated or filled, nothing.
     """
 
-    def __init__(self, device: torch.device, places: Places, ranks_per_core: int,
-                 sizes: Sequence[int], batch: Callable[[], object],
+    def __init__(self, device: torch.device, sizes: Sequence[int], batch: Callable[[], object],
                  context: Callable[[], object]) -> None:
         self.sizes = _capped(sizes)
         self.works: dict[str, Callable[[], object]] = {
@@ -41,56 +35,32 @@ class Extras:
             "batch": batch,
             "context": context,
         }
-        self.places, self.ranks_per_core, self.device = places, ranks_per_core, device
-        self.flag, self.other = torch.zeros(1, device=device), computing(device)
-        if ranks_per_core > 1:
-            self.works |= self._meetings(self.other)
+        # What a step does just before leaves other things in caches.
+        self.before: dict[str, Callable[[], object]] = {
+            "update": lambda: torch.ones(FLUSH, device=device),
+            "fill": lambda: torch.ones(FLUSH, device=device),
+            "batch": batch,
+            "context": computing(device),
+        }
         self.samples: dict[str, list[float]] = {name: [] for name in self.works}
 
     def round(self) -> None:
         for name, work in self.works.items():
-            if name in COLD:
-                torch.ones(FLUSH, device=self.device)
-            if name in WARM:
-                work()
-            if name in AMONG:
-                self.other()
-            if name in TOGETHER:
-                self.places.sum(self.flag)
-            by_core = self.ranks_per_core > 1 and name not in TOGETHER
-            self.samples[name].append(sampled(work, by_core)[1].wall_s)
+            if name in self.before:
+                self.before[name]()
+            self.samples[name].append(timed(work))
 
-    def forget(self) -> None:
+    def warm_up(self) -> None:
+        self.round()
         for samples in self.samples.values():
             samples.clear()
 
-    def _meetings(self, compute: Callable[[], object]) -> dict[str, Callable[[], object]]:
-        """Meeting, computing, and both in turn: where cores are shared that is more than their sum,
-        as whoever goes on finds the caches full of what the others did."""
-
-        def both() -> None:
-            for _ in range(MEETINGS):
-                compute()
-                self.places.sum(self.flag)
-
-        return {"meet": lambda: self.places.sum(self.flag), "compute": compute, "both": both}
-
-    def _meet_s(self, found: dict[str, float]) -> float:
-        """Who meets waits for the slowest, which is who computes last on its core."""
-        if "both" not in found:
-            return 0.0
-        everyone = self.places.gather(self.samples["compute"])
-        computing_s = median([max(seconds) for seconds in zip(*everyone, strict=True)])
-        return max(0.0, found["both"] / MEETINGS - computing_s - found["meet"])
-
     def result(self) -> Overheads:
-        """Seconds of a rank alone on its core; all ranks were busy at once."""
         found = {name: median(samples) for name, samples in self.samples.items()}
         num_bytes = 4 * sum(self.sizes)
         return Overheads(
             step_s=found["batch"],
             micro_batch_s=found["context"],
-            meet_s=self._meet_s(found),
             update_s_per_byte=max(0.0, found["update"] - found["small"]) / num_bytes,
             update_s_per_tensor=found["small"] / len(self.sizes),
             copy_s_per_byte=found["pack"] / num_bytes,

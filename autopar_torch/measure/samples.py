@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +20,13 @@ class Sample(NamedTuple):
         return self.wall_s - self.comm_s
 
 
-def sampled(work: Callable[[], Any], by_core: bool = False) -> tuple[Any, Sample]:
-    """`by_core`: others share it, so what this one computes is told by the clock of its thread;
-    which is read only where nothing is exchanged, since that delays the waking of others."""
-    if by_core:
-        core = time.thread_time()
-        return work(), Sample(time.thread_time() - core, 0.0)
+def timed(work: Callable[[], object]) -> float:
+    start = stamp()
+    work()
+    return between(start, stamp())
+
+
+def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
     with listen() as watch:
         start = stamp()
         result = work()
@@ -44,23 +44,16 @@ class Scales(NamedTuple):
 Columns = Sequence[Sequence[Sample]]  # per block and phase: its samples, one a round
 
 
-def scales(own: Columns, cores: Sequence[float], ranks_per_core: int) -> Scales:
-    """Whole rounds are what counts: their medians are met by the sum of the blocks.
-
-    A core that is shared or throttled stops for milliseconds, and a rank is late for milliseconds,
-    seldom within a short block. Where ranks share a core and exchange, `cores` says what each
-    computed in a round, and what an exchange takes is what is left of it.
+def scales(own: Columns) -> Scales:
+    """Whole rounds are what counts: their medians are met by the sum of the blocks. A core that is
+    throttled stops for milliseconds, a rank is late for milliseconds: seldom within a short block.
     """
     compute = sum(median([s.compute_s for s in samples]) for samples in own)
     comm = sum(median([s.comm_s for s in samples]) for samples in own)
     if not compute:
         return Scales()
-    computing = median(whole(own, lambda s: s.compute_s))
-    left = whole(own, lambda s: s.comm_s)
-    if cores:
-        computing, rounds = median(cores), whole(own, lambda s: s.wall_s)
-        left = [wall - ranks_per_core * core for wall, core in zip(rounds, cores, strict=True)]
-    return Scales(computing / compute, max(0.0, median(left)) / comm if comm else 1.0)
+    return Scales(median(whole(own, lambda s: s.compute_s)) / compute,
+                  median(whole(own, lambda s: s.comm_s)) / comm if comm else 1.0)
 
 
 def whole(own: Columns, value: Callable[[Sample], float]) -> list[float]:

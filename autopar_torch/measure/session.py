@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from ..cluster import Cluster
@@ -17,7 +15,6 @@ from ..profile import (
     CellNeed,
     CurveNeed,
     Jitter,
-    Lookup,
     Overheads,
     Piece,
     Profile,
@@ -27,10 +24,10 @@ from ..profile import (
 from ..trace import Traced
 from .blocks import TURNS, Axes, Blocks, Context
 from .bytes import TensorBytes
-from .links import WARM_UP, Lines, Places
+from .links import Lines, Places, meet
 from .overheads import Extras
-from .samples import paces
-from .stats import NOISE_LIMIT, evened, median, quantiles
+from .samples import paces, variation
+from .stats import NOISE_LIMIT, median, quantiles
 
 
 class Session:
@@ -49,17 +46,13 @@ class Session:
         self.needs = list(dict.fromkeys(cells))
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
-        self.extras = Extras(device, places, cluster.ranks_per_core, _trained_sizes(traced), batch,
-                             lambda: context(rows))
+        self.extras = Extras(device, _trained_sizes(traced), batch, lambda: context(rows))
         self.chains: dict[Chain, Blocks] = {}
         self.rounds = 0
         self._take_up(chain for chain in self.asked if not (look and self._derivable(chain)))
         self.wanted = list(self.chains.values())
-        for _ in range(WARM_UP):
-            self.lines.round()
-        self.extras.round()
-        self.lines.forget()
-        self.extras.forget()
+        self.lines.warm_up()
+        self.extras.warm_up()
 
     def _derivable(self, chain: Chain) -> bool:
         """Whether the same blocks are measured with forward kept."""
@@ -74,7 +67,7 @@ class Session:
         """Chains that are measured from now on; their first round does not count."""
         made = {
             chain: Blocks(self.asked[chain], self.traced, self.axes(chain.mesh),
-                          self.context(chain.rows), self.device, self.cluster.ranks_per_core > 1)
+                          self.context(chain.rows), self.device)
             for chain in chains if chain not in self.chains
         }
         if not made:
@@ -82,10 +75,10 @@ class Session:
         with TensorBytes() as count:
             for blocks in made.values():
                 blocks.run_counted(count)
-                self._wait()
+                meet(self.places)
         for blocks in made.values():
             blocks.read_bytes(count)
-            self._wait()
+            meet(self.places)
             blocks.round()
             blocks.forget()
         self.chains |= made
@@ -107,16 +100,12 @@ class Session:
         for chain in self.wanted:
             chain.warm_up()
             for _ in TURNS:
-                self._wait()
+                meet(self.places)
                 chain.round()
         for _ in TURNS:
-            self._wait()
+            meet(self.places)
             self.lines.round()
             self.extras.round()
-
-    def _wait(self) -> None:
-        if self.places.size > 1:
-            dist.barrier()
 
     def profile(self) -> Profile:
         """All that was seen so far, the same on every rank."""
@@ -124,17 +113,12 @@ class Session:
             raise ProfileError("nothing was measured of some blocks", where="Session.round",
                                fix="call round() at least once after focus()")
         found: dict[CellNeed, Piece] = {}
-        curves = self.lines.result()
-        known = Lookup(Profile(self.cluster, (), curves))
-        for by_core in (False, True):  # two clocks, of which one hears no neighbours
-            chains = [c for c in self.chains.items() if c[1].by_core == by_core]
-            factors = evened([chain.rounds for _, chain in chains])
-            for (key, chain), factor in zip(chains, factors, strict=True):
-                found |= chain.result(self.cluster.ranks_per_core, factor, crowd(key.mesh, known))
+        for chain in self.chains.values():
+            found |= chain.result()
         cells = [self._cell(need, found) for need in self.needs]
         own = replace(self.extras.result(), action_s=self._switch_s())
         overheads = Overheads(*self._mean(_values(own), True))
-        return Profile(self.cluster, merged(cells), curves, overheads,
+        return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
                        self._jitter(), self.noise())
 
     def _cell(self, need: CellNeed, found: dict[CellNeed, Piece]) -> Cell:
@@ -148,10 +132,9 @@ class Session:
         return median(found) if found else 0.0
 
     def _jitter(self) -> Jitter:
-        """Of whole rounds and single runs, of all ranks together; where they share cores, by the
-        clocks of their threads."""
+        """Of whole rounds and single runs, of all ranks together."""
         alone = self._alone()
-        own = {key: chain.variation() for key, chain in self.chains.items() if chain in alone}
+        own = {key: variation(c.columns) for key, c in self.chains.items() if c in alone}
         everyone = self.places.gather(own)
         if not any(everyone):
             return Jitter()
@@ -186,15 +169,6 @@ class Session:
         for errors in self.places.gather(own):
             found |= {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
         return {name: error for name, error in found.items() if error > NOISE_LIMIT}
-
-
-def crowd(mesh: tuple[int, ...], profile: Lookup) -> float:
-    """How much longer exchanging takes where all tensor groups on the same cores exchange too, as
-    in a round of a chain, than in one of them alone."""
-    cluster, ranks = profile.profile.cluster, range(math.prod(mesh))
-    own = cluster.most_on_a_core(ranks)
-    busy = min(1.0, own * profile.exchange_core(ranks))  # as the engine has it
-    return max(1.0, cluster.ranks_per_core / own * busy)
 
 
 def _trained_sizes(traced: Traced) -> list[int]:

@@ -24,23 +24,13 @@ def trimmed_mean(values: Sequence[float]) -> float:
     return mean(sorted(values)[away : len(values) - away])
 
 
-def spread(values: Sequence[float]) -> float:
-    """Distance of the quartiles over the median; 0 for a single value."""
-    if len(values) < 2 or not statistics.median(values):
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4)
-    return (high - low) / statistics.median(values)
-
-
 def uncertainty(seconds: Sequence[float]) -> float:
-    """The error of a time that was measured; nothing is asked of those that are mostly clock."""
-    worth = seconds and statistics.median(seconds) >= WORTH_S
-    return error_of_median(seconds) if worth else 0.0
-
-
-def error_of_median(values: Sequence[float]) -> float:
-    """How uncertain the median is, relative: falls with the number of repeats."""
-    return spread(values) / max(1, len(values)) ** 0.5
+    """How far off the median may be, relative: less with more repeats. Times that are mostly clock
+    count as certain."""
+    if len(seconds) < 2 or median(seconds) < WORTH_S:
+        return 0.0
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / median(seconds) / len(seconds) ** 0.5
 
 
 def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:
@@ -51,15 +41,6 @@ def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:
     return tuple(ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count))
 
 
-def evened(several: Sequence[Sequence[float]]) -> list[float]:
-    """Factors of the medians of several quantities that were seen in turn, as if all had met the
-    same noise: it reaches the lower samples last."""
-    calm = [_lower(samples) for samples in several]
-    usual = [median(samples) if samples else 0.0 for samples in several]
-    noise = sum(usual) / sum(calm) if sum(calm) else 1.0
-    return [noise * low / mid if mid else 1.0 for low, mid in zip(calm, usual, strict=True)]
-
-
 def paced_medians(several: Sequence[Sequence[float]]) -> list[float]:
     """Medians of several quantities that were seen in turn, as if all had met the spells of whoever
     was seen to the end: a machine may be quick in one round and slow in the next."""
@@ -67,8 +48,3 @@ def paced_medians(several: Sequence[Sequence[float]]) -> list[float]:
     paces = [mean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
     return [median([x / pace for x, pace in zip(samples, paces, strict=False)]) * median(paces)
             for samples in several]
-
-
-def _lower(values: Sequence[float]) -> float:
-    """The end of the lowest third."""
-    return sorted(values)[(len(values) - 1) // 3] if values else 0.0

@@ -100,12 +100,11 @@ class _Space:
         """ZeRO 3: seconds of gathering the parameters of a block of every program."""
         leaf = self.per_option(lambda o: self.tables.least(o, self.tables.params(o).leaf))
         first, which = self.by(self.option, self.dp, self.zero)
-        meet_s = self.tables.profile.profile.overheads.meet_s
         table = np.zeros((self.programs, len(first)))
         for row, i in enumerate(first):
             if self.zero[i] == 3 and self.dp[i] > 1:
                 curve = self.team("gather", int(i))
-                table[:, row] = [curve.seconds(size) + meet_s if size else 0.0
+                table[:, row] = [curve.seconds(size) if size else 0.0
                                  for size in leaf[:, self.option[i]]]
         return table.take(which, 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,27 +75,15 @@ class Pricer:
         self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
 
     def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
-        pipe = self.pipeline(borders)
-        last = self.summed(pipe, borders)
-        if self.tables.cluster.ranks_per_core > 1:
-            last = max(last, self._most_on_a_core(pipe))
+        last = self.summed(self.pipeline(borders), borders)
         memory = self.peak(borders) if memory_bytes is None else memory_bytes
         return Found(float(self.outside_of(borders) + last), memory, self.candidate, borders)
 
     def summed(self, pipe: Pipeline, borders: tuple[int, ...]) -> float:
-        """When all gradients are there and summed, each rank on a core of its own."""
+        """When all gradients are there and summed."""
         c, stages = self.candidate, list(pairwise(borders))
         stops = self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
         return max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
-
-    def _most_on_a_core(self, pipe: Pipeline) -> float:
-        """Ranks on one core compute one after another, whatever the schedule says; exchanging is
-        taken to keep it busy too."""
-        c, cluster, busy = self.candidate, self.tables.cluster, self.busy(pipe)
-        cores: defaultdict[int, float] = defaultdict(float)
-        for rank in range(cluster.num_devices):
-            cores[cluster.core(rank)] += sum(busy[rank // self.tp % c.pp :: c.pp])
-        return max(cores.values())
 
     def busy(self, pipe: Pipeline) -> list[float]:
         """Seconds that each stage computes and exchanges in all."""
@@ -208,8 +195,8 @@ def summing(tables: Tables, c: Candidate) -> Array:
         return np.zeros(len(which))
     curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
     over = tables.profile.profile.overheads
-    fixed_s, byte_s = over.meet_s, over.packing("scatter")
-    seconds = [curve.seconds(n) + n * byte_s + fixed_s if n else 0.0 for n in sizes]
+    byte_s = over.packing("scatter")
+    seconds = [curve.seconds(n) + n * byte_s if n else 0.0 for n in sizes]
     return np.array(seconds)[which]
 
 
@@ -220,7 +207,7 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
     leaf, (sizes, which) = tables.params(c.option).leaf, tables.distinct(c.option, "leaf")
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
     over = tables.profile.profile.overheads
-    known = [curve.seconds(n) + over.meet_s + n * over.fill_s_per_byte if n else 0.0 for n in sizes]
+    known = [curve.seconds(n) + n * over.fill_s_per_byte if n else 0.0 for n in sizes]
     seconds = np.array(known)[which]
     return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
                            input=blocks.input + seconds,

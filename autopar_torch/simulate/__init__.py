@@ -12,9 +12,9 @@ from ..plan import Plan
 from ..profile import Profile
 from ..timeline import Span, Timeline
 from . import fluid, memory
-from .alike import leaders, led
 from .costs import Costs
-from .draws import Draw, drawn, usual
+from .equal_ranks import leaders, led
+from .jitter import Draw, drawn, usual
 from .network import lookup, own_card
 from .tasks import StepTasks
 

@@ -83,7 +83,7 @@ class StageCost:
 
 class Costs:
     """Costs of a plan; everything is looked up once per number of rows. Of ranks that are alike
-    (`simulate/alike.py`) those of their leaders only."""
+    (`simulate/equal_ranks.py`) those of their leaders only."""
 
     def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
                  leaders: Mapping[int, int] | None = None) -> None:

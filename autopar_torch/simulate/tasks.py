@@ -13,8 +13,8 @@ from ..profile import Curve
 from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
 from .costs import BlockWork, Bucket, Costs, RankCost, Work
-from .draws import Draw
 from .fluid import Task
+from .jitter import Draw
 
 _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
@@ -225,8 +225,7 @@ class StepTasks:
             for block in group:
                 for team, size in cost.blocks[block - first].gathers:
                     curve = self.costs.profile.curve("gather", team)
-                    seconds = curve.seconds(size) + self.overheads.meet_s
-                    self._join(cost.rank, team, "gather", seconds, _load(curve))
+                    self._join(cost.rank, team, "gather", curve.seconds(size), _load(curve))
 
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
         """Sums that this rank waits for: of all steady buckets, or of those complete with a block.
@@ -239,8 +238,7 @@ class StepTasks:
                 if bucket.steady and block in (None, bucket.block):
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
-                    self._join(cost.rank, bucket.ranks, "scatter",
-                               seconds + self.overheads.meet_s, _load(curve))
+                    self._join(cost.rank, bucket.ranks, "scatter", seconds, _load(curve))
 
     def _summed_beside(self, bucket: Bucket) -> bool:
         """Whether the backward goes on meanwhile."""

@@ -33,9 +33,9 @@ def led(found: Leaders) -> tuple[tuple[int, ...], ...]:
 
 def _apart(profile: Profile) -> bool:
     """Whether devices have cores and cards of their own, which stay as they are."""
-    cluster = profile.cluster
+    cores, changes = profile.cluster.cores, profile.cluster.changes
     measured = profile.curves or not profile.assumed or not profile.jitter.quiet
-    return not measured and not cluster.changes and cluster.ranks_per_core == 1
+    return not measured and not changes and len(set(cores)) == len(cores)
 
 
 def _equal(plan: Plan, cluster: Cluster, num_rows: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..shard.collectives import (
     Axis,
@@ -17,13 +18,13 @@ from ..shard.collectives import (
     start_sum,
 )
 from ..shard.watch import between, stamp
+from .samples import timed
 from .stats import trimmed_mean
 
 PART = 0.8  # of an exchange's time is computed beside it, so that it still goes on then
 LEAST = 0.1  # of its speed: nothing starves; below that, what is lost is not told from noise
 
 Begin = Callable[[], list[Any]]
-Work = Callable[[], object]
 
 
 class Exchange(NamedTuple):
@@ -34,7 +35,7 @@ class Exchange(NamedTuple):
     ahead: Begin = list
 
 
-class Beside(NamedTuple):
+class Overlap(NamedTuple):
     """`core`: what an exchange at full speed takes of a core. `speed`: what is left of its own."""
 
     core: float
@@ -50,9 +51,8 @@ class Probe(NamedTuple):
     rest_s: float  # that the exchange took after that
 
 
-def beside(op: str, num_bytes: float, axis: Axis, device: torch.device, sharing: int) -> Probe:
-    """Compute alone, then while an exchange goes on; all ranks of the axis call this, `sharing` of
-    them on this core.
+def probe(op: str, num_bytes: float, axis: Axis, device: torch.device) -> Probe:
+    """Compute alone, then while an exchange goes on; all ranks of the axis call this.
 
     So it counts what the process does, what the system does for it (a third of a core where packets
     wait for their turn on a link), what both leave of the caches, and how long a message waits
@@ -60,33 +60,29 @@ def beside(op: str, num_bytes: float, axis: Axis, device: torch.device, sharing:
     one the other way, answers would wait behind what is sent.
     """
     if op != "send":
-        return _probe(_collective(op, num_bytes, axis, device), axis, device, sharing)
-    ways = [_probe(_message(num_bytes, first, axis, device), axis, device, 1) for first in (0, 1)]
+        return _seen(_collective(op, num_bytes, axis, device), axis, device)
+    ways = [_seen(_message(num_bytes, first, axis, device), axis, device) for first in (0, 1)]
     return ways[1 - axis.index]
 
 
-def _probe(exchange: Exchange, axis: Axis, device: torch.device, number: int) -> Probe:
-    """`number`: of parts that the exchange has on this core."""
+def _seen(exchange: Exchange, axis: Axis, device: torch.device) -> Probe:
     a, b = torch.ones(128, 192, device=device), torch.ones(192, 384, device=device)
-    alone_s = _computing(exchange, lambda: None, axis)
-    whole_s, other_s = _longest([sum(alone_s), _timed(lambda: a @ b)], axis, device)
-    turns = 1 + int(PART * whole_s / other_s)
-
-    def compute() -> None:
-        for _ in range(turns):
-            a @ b
-
-    compute_s, _ = _computing(Exchange(list), compute, axis)
-    both_s, rest_s = _computing(exchange, compute, axis)
-    return Probe(whole_s, min(both_s, whole_s), (both_s - compute_s) / number, rest_s)
+    alone_s = sum(_computing(exchange, 0, a, b, axis))
+    longest = torch.tensor([alone_s, timed(lambda: a @ b)], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=axis.group)
+    whole_s, product_s = longest.tolist()
+    products = 1 + int(PART * whole_s / product_s)
+    compute_s, _ = _computing(Exchange(list), products, a, b, axis)
+    both_s, rest_s = _computing(exchange, products, a, b, axis)
+    return Probe(whole_s, min(both_s, whole_s), both_s - compute_s, rest_s)
 
 
-def told(probes: Sequence[Probe]) -> Beside:
+def overlap(probes: Sequence[Probe]) -> Overlap:
     """Of what was lost the mean counts: some exchanges go on as if nobody computed, others stand
     still until a thread gets the core."""
     whole_s, both_s, lost_s, rest_s = map(trimmed_mean, zip(*probes, strict=True))
     speed = min(1.0, max(LEAST, (whole_s - rest_s) / both_s))
-    return Beside(min(1.0, max(0.0, lost_s) / both_s / speed), speed)
+    return Overlap(min(1.0, max(0.0, lost_s) / both_s / speed), speed)
 
 
 def _collective(op: str, num_bytes: float, axis: Axis, device: torch.device) -> Exchange:
@@ -113,26 +109,17 @@ def _message(num_bytes: float, first: int, axis: Axis, device: torch.device) -> 
     return Exchange(lambda: start_messages([], way, axis))
 
 
-def _computing(exchange: Exchange, compute: Work, axis: Axis) -> tuple[float, float]:
-    """Seconds of computing with what it takes to begin, and of what is left to wait for."""
+def _computing(exchange: Exchange, products: int, a: Tensor, b: Tensor,
+               axis: Axis) -> tuple[float, float]:
+    """Seconds of so many products with what it takes to begin, and of what is left to wait for."""
     works = exchange.ahead()
     dist.barrier(group=axis.group)
-    compute()
+    for _ in range(products):
+        a @ b
     start = stamp()
     works = works + exchange.begin()
-    compute()
+    for _ in range(products):
+        a @ b
     middle = stamp()
     arrive(works)
     return between(start, middle), between(middle, stamp())
-
-
-def _timed(work: Work) -> float:
-    start = stamp()
-    work()
-    return between(start, stamp())
-
-
-def _longest(seconds: list[float], axis: Axis, device: torch.device) -> list[float]:
-    found = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group)
-    return [float(x) for x in found]

@@ -9,7 +9,7 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import EXCHANGE_CORE, CellNeed, Curve, CurveNeed, Lookup, Piece, Profile
 from .costs import Costs
-from .draws import usual
+from .jitter import usual
 from .tasks import StepTasks
 
 
