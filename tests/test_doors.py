@@ -27,7 +27,7 @@ from autopar_torch.simulate import simulate
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
-import fuzz
+from trust import fuzz
 
 SIGNED = {"added_s", "backward_bytes", "stash_bytes", "cost_s"}
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", '"1"', "true", "[]", "{}", "9" * 400)

@@ -52,9 +52,8 @@ SHARED = ("tp", "zero_bubble", "zero 2")
 
 def measured() -> dict[str, dict[str, Any]]:
     """On a rank: predicted and measured seconds and bytes of every plan."""
-    from accuracy import Side, pin, session_for
-
     from autopar_torch.simulate import simulate
+    from clock.accuracy import Side, pin, session_for
 
     pin()
     torch.set_num_threads(1)
@@ -86,7 +85,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 def sharing() -> dict[str, Any]:
     """On a rank that shares its core with the others: what is measured of a plan's blocks."""
-    from accuracy import Side, session_for
+    from clock.accuracy import Side, session_for
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
@@ -120,7 +119,7 @@ def test_peak_memory_is_predicted_within_a_tenth(ranks: list[dict[str, dict[str,
 
 def test_step_times_are_predicted_in_their_size(ranks: list[dict[str, dict[str, Any]]]) -> None:
     """Wide on purpose, and in one of three tries: other load may come and go.
-    profiling/accuracy.py is the real test."""
+    `python profiling accuracy` is the real test."""
     again = (run_ranks(2, "test_measure:measured") for _ in range(2))
     with judged():
         assert any(0.7 < _usual_ratio(found[0]) < 1.4 for found in itertools.chain([ranks], again))
@@ -355,7 +354,7 @@ def test_who_is_quicker_in_most_rounds_is_quicker_whatever_spells_they_met() -> 
 
 
 def test_regret_is_judged_in_other_rounds_than_those_that_pick() -> None:
-    from right import regret
+    from clock.right import regret
 
     ours = {"seconds": [1.0, 1.0, 2.0, 2.0]}
     lucky, better = {"seconds": [0.5, 1.0, 1.0, 2.0]}, {"seconds": [0.8, 0.8, 1.6, 1.6]}

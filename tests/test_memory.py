@@ -22,7 +22,7 @@ from problems import problem
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
-from accuracy import Side, pin, session_for
+from clock.accuracy import Side, pin, session_for
 from models import gpt
 
 PARTS = (0.8, 0.6)  # of what the fastest plan takes where memory is no concern

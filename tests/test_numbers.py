@@ -1,4 +1,4 @@
-"""Every plan gives the numbers of one process. The whole table is profiling/numbers_table.py."""
+"""Every plan gives the numbers of one process. The whole table is `python profiling numbers`."""
 
 from __future__ import annotations
 

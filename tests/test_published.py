@@ -8,23 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import published_closed as closed
-import published_footprint as footprint
-import published_predictions as predictions
-import published_ranking as ranking
-import published_recipes as recipes
-import published_rows as rows_of
 import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
-from published_roofline import Seconds, Worker
-from published_transformer import ALL, NOTHING, Layout, Recipe, Transformer
 
 from autopar_torch import schedule as schedules
 from autopar_torch.cluster import Hardware, hardware, known, named
 from autopar_torch.errors import PlanError
 from autopar_torch.schedule import Op
 from lists import ends_of
+from published import closed, footprint, predictions, ranking, recipes, rows as rows_of
+from published.roofline import Seconds, Worker
+from published.transformer import ALL, NOTHING, Layout, Recipe, Transformer
 
 PROFILING = Path(__file__).resolve().parent.parent / "profiling"
 GPT_22B = Transformer(48, 6144, 64, 64, 24576, 51200, 2048, gated=False, tied=True)
@@ -207,7 +202,7 @@ def test_no_order_beats_noise() -> None:
 
 
 def test_a_folder_without_rows_does_not_pass(tmp_path: Path) -> None:
-    command = [sys.executable, str(PROFILING / "published.py"), "--data", str(tmp_path)]
+    command = [sys.executable, str(PROFILING), "published", "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "no row" in done.stdout

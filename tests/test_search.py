@@ -74,8 +74,8 @@ def test_best_first_finds_the_plans_of_brute_force_on_many_problems(seed: int) -
 @pytest.mark.timeout(1200)
 def test_best_first_finds_the_plans_of_brute_force_on_measured_machines() -> None:
     """Measures ranks on this machine; the command also prints what was compared."""
-    race = Path(__file__).resolve().parent.parent / "profiling" / "search_race.py"
-    command = [sys.executable, str(race), "--measured", "--models", "gpt", "--seconds", "1"]
+    scripts = str(Path(__file__).resolve().parent.parent / "profiling")
+    command = [sys.executable, scripts, "search", "--measured", "--models=gpt", "--seconds=1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all results equal" in done.stdout

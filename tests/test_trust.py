@@ -1,4 +1,4 @@
-"""Ordinary scripts are right under every plan, or refused by name (profiling/trust.py)."""
+"""Ordinary scripts are right under every plan, or refused by name (`python profiling trust`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "profiling"))
+from trust import lab, table as trust
 
-import trust  # noqa: E402
-import trust_lab  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 # The rows of the default suite: those that are right or refused under every plan. The aim is that
 # all of trust.QUICK stand here too: add each as it is mended.
@@ -28,7 +26,7 @@ PLANS = "tp2,pp2,dp2,zero3"
 def table(folder: Path, *options: str, timeout_s: float = 600) -> list[dict[str, Any]]:
     """The cells that are neither right nor refused; each is shown whole."""
     out = folder / "cells.json"
-    command = [sys.executable, str(ROOT / "profiling" / "trust.py"), "--json", str(out), *options]
+    command = [sys.executable, str(ROOT / "profiling"), "trust", "--json", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     cells = json.loads(out.read_text())
     bad = [cell for cell in cells if cell["status"] not in trust.GOOD]
@@ -49,11 +47,11 @@ def test_every_script_is_right_or_refused(tmp_path: Path) -> None:
 
 def test_wrong_numbers_are_seen() -> None:
     """The judge itself: equal numbers are right, others silent, and a lone error is not enough."""
-    case = trust_lab.Case("one", "cases", lambda wrap: 0)
-    want = trust_lab.flat({"loss": [1.0, 2.0]})
-    good = {"value": trust_lab.flat({"loss": [1.0, 2.0 + 1e-7]})}
-    off = {"value": trust_lab.flat({"loss": [1.0, 2.1]})}
-    lacks = {"value": trust_lab.flat({"loss": [1.0]})}
+    case = lab.Case("one", "cases", lambda wrap: 0)
+    want = lab.flat({"loss": [1.0, 2.0]})
+    good = {"value": lab.flat({"loss": [1.0, 2.0 + 1e-7]})}
+    off = {"value": lab.flat({"loss": [1.0, 2.1]})}
+    lacks = {"value": lab.flat({"loss": [1.0]})}
     ours = {"error": "PlanError", "text": "no", "ours": True, "whole": True, "when": 1.0}
     bare = ours | {"whole": False, "when": 0.0}
     raw = {"error": "KeyError", "text": "1", "ours": False, "whole": False, "when": 2.0}
@@ -65,7 +63,7 @@ def test_wrong_numbers_are_seen() -> None:
         assert trust.judge(case, found, want)[0] == status
     assert trust.judge(case, [good, lacks], want)[0] == "silent"
     assert trust.judge(case, [good, ours], want)[0] == "bare"
-    must = trust_lab.Case("one", "cases", lambda wrap: 0, refuse=True)
+    must = lab.Case("one", "cases", lambda wrap: 0, refuse=True)
     assert trust.judge(must, [good, good], want) == ("silent", "not refused")
-    can = trust_lab.Case("one", "cases", lambda wrap: 0, right=True)
+    can = lab.Case("one", "cases", lambda wrap: 0, right=True)
     assert trust.judge(can, [ours, ours], want)[0] == "lost"
