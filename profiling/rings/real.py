@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 import autopar_torch as ap
-from autopar_torch.measure.bytes import peak_of
 from autopar_torch.run import world
 from autopar_torch.shard.spatial import RankRing
 from autopar_torch.timeline import COMM, COMPUTE
+from clock import accuracy
 from host import Calm
 from models import MODELS
 from start import start_ranks
@@ -41,7 +41,7 @@ WARM = 2
 Row = dict[str, Any]
 
 
-class Side:
+class Side(accuracy.Side):
     """The model under one plan, and the time of its steps."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
@@ -69,11 +69,6 @@ class Side:
         self.seconds.append(time.perf_counter() - start)
         self.core_s.append(time.process_time() - core)
         self.losses.append(loss.item())
-
-    def peak_bytes(self) -> int:
-        tensors = [t for h in self.model.store.held.values() for t in (h.tensor, h.leaf)]
-        tensors += [v for s in self.optimizer.state.values() for v in s.values()]
-        return peak_of(self.step, tensors)
 
     def waiting(self) -> Row:
         """Seconds of a measured step: computing, exchanging, waiting for rings, and waiting for
