@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from torch.nn import functional as F
 
 import autopar_torch as ap
 import claims
+import zoo
+from autopar_torch import api
+from autopar_torch.model import TensorInfo
+from autopar_torch.trace import apart
 from nets import DP2, TP2, batch, near, refused
 
 
@@ -78,3 +83,18 @@ def test_on_2_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
 def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
+
+
+def test_asking_does_not_make_up_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama of 405B has more than any machine that plans for it holds."""
+    made: list[tuple[int, ...]] = []
+    before = apart._made_up
+
+    def made_up(info: TensorInfo, *rest: Any) -> Tensor:
+        made.append(tuple(info.shape))
+        return before(info, *rest)
+
+    monkeypatch.setattr(apart, "_made_up", made_up)
+    model, batch = zoo.build("llama"), zoo.batch("llama", 4, pad=True)
+    api.case(model, batch, "8xH100")
+    assert made and not {tuple(p.shape) for p in model.parameters()} & set(made)

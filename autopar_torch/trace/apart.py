@@ -8,7 +8,7 @@ the joined values of the parts. Values without rows are taken from the whole bat
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,11 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
+            graph = _without_others(prologue, asked)
             given = {n.name: _made_up(info_of(n), consts.get(sources[n.name].name), generator)
-                     for n in prologue.nodes if n.op == "placeholder"}
-            whole = _run(prologue, given, NUM_ROWS)
-            found = [_culprit(prologue, asked, rowless, given, whole, cut) for cut in SPLITS]
+                     for n in graph.find_nodes(op="placeholder")}
+            own = [n for n in graph.nodes if n.name in {node.name for node in asked}]
+            found = [_culprit(graph, own, rowless, given, cut) for cut in SPLITS]
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
         return tuple(sorted(set(map(op_name, suspects))))
@@ -97,35 +98,61 @@ def _made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _run(graph: fx.Graph, given: ByName, rows: int) -> ByName:
-    """Every value of the prologue."""
+def _without_others(prologue: fx.Graph, asked: Sequence[fx.Node]) -> fx.Graph:
+    """What is asked and what it reads: not the parameters, of which a prologue has them all."""
+    read = set(asked)
+    for node in reversed(prologue.nodes):
+        writes = is_mutable(node) and bool(read & set(node.all_input_nodes))
+        if node in read or writes:
+            read |= {node, *node.all_input_nodes}
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (node for node in prologue.nodes if node in read):
+        made[node] = graph.node_copy(node, made.__getitem__)
+    return graph
+
+
+def _run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str]) -> ByName:
+    """Some values of the prologue. Masks of long sequences are large: each is freed once used."""
     real = at_batch(graph, rows, torch.device("cpu"))
+    names = {own: node.name for node, own in zip(graph.nodes, real.nodes, strict=True)}
+    last = {arg: own for own in real.nodes for arg in own.all_input_nodes}
     made: dict[fx.Node, Any] = {}
-    values: ByName = {}
-    for node, own in zip(graph.nodes, real.nodes, strict=True):
-        if node.name in given:
-            made[own] = given[node.name]
-        elif node.op == "call_function":
+    for own in real.nodes:
+        if names[own] in given:
+            made[own] = given[names[own]]
+        elif own.op == "call_function":
             args, kwargs = fx.node.map_arg((own.args, own.kwargs), made.__getitem__)
             made[own] = own.target(*args, **kwargs)
-        values[node.name] = made.get(own)
-    return values
+        for arg in own.all_input_nodes:
+            if last[arg] is own and names[arg] not in wanted:
+                made.pop(arg, None)
+    return {names[own]: value for own, value in made.items() if names[own] in wanted}
 
 
 def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
-             whole: ByName, cut: tuple[int, ...]) -> str:
+             cut: tuple[int, ...]) -> str:
     """The first op whose parts do not join, where those of what is asked do not."""
-    fixed = {n.name: whole[n.name] for n in graph.nodes
+    fixed = {n.name for n in graph.nodes
              if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
+    apart = _apart(graph, asked, given, fixed, cut)
+    if not apart:
+        return ""
+    above = [n for n in graph.nodes if n in set(_upstream(apart, rowless))]
+    return op_name(_apart(graph, above, given, fixed, cut)[0])
+
+
+def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[str],
+           cut: tuple[int, ...]) -> list[fx.Node]:
+    """Those whose parts do not join."""
+    wanted = {node.name for node in asked}
+    whole = _run(graph, given, NUM_ROWS, wanted | fixed)
     parts, start = [], 0
     for rows in cut:
         own = {n.name: _rows(given[n.name], info_of(n), start, rows) for n in graph.nodes
-               if n.op == "placeholder"}
-        parts.append(_run(graph, {**own, **fixed}, rows))
+               if n.name in given}
+        parts.append(_run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted))
         start += rows
-    joins = lambda n: _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))  # noqa: E731
-    above = set(_upstream([n for n in asked if not joins(n)], rowless))
-    return next((op_name(n) for n in graph.nodes if n in above and not joins(n)), "")
+    return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))]
 
 
 def _dim(info: TensorInfo) -> int | None:
@@ -150,4 +177,6 @@ def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
     sizes = [p.shape[d] for p in parts for d in range(p.dim()) if d != dim]
     if sizes != [whole.shape[d] for d in range(whole.dim()) if d != dim] * len(parts):
         return False
-    return torch.allclose(torch.cat(list(parts), dim).double(), whole.double(), 1e-5, 1e-6, True)
+    joined = torch.cat(list(parts), dim)
+    return torch.equal(joined, whole) or torch.allclose(joined.double(), whole.double(), 1e-5, 1e-6,
+                                                        True)
