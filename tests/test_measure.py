@@ -277,7 +277,7 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
 def test_a_rank_that_waited_does_not_make_a_sum_uncertain() -> None:
     places: Any = SimpleNamespace(rank=1, axis=lambda ranks: Axis(None, 2, 1, ranks))
     line = Line("sum", (0, 1), [8.0], places, torch.device("cpu"), uneven=True)
-    line.samples[8.0] = [0.9, 0.1] * 4  # every other time it waits for rank 0
+    line.seen.samples[8.0] = [0.9, 0.1] * 4  # every other time it waits for rank 0
     assert line.own(8.0) == [0.1] * 4
 
 
@@ -301,9 +301,9 @@ def test_rounds_to_warm_up_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(line, "_work", lambda *_: lambda: seen.append("exchange"))
     lines.warm_up()
     assert seen == ["meet", "exchange", "meet"] * links.WARM_UP
-    assert line.samples == line.rests == {8.0: []}
+    assert not line.seen.samples and not line.seen.rests
     lines.round()
-    assert len(line.samples[8.0]) == len(line.rests[8.0]) == 1
+    assert len(line.seen.samples[8.0]) == len(line.seen.rests[8.0]) == 1
 
 
 def test_skewed_times_count_by_their_mean_but_an_outlier_does_not() -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +23,7 @@ from ..shard.lower import lower
 from ..trace import Traced
 from .bytes import TensorBytes
 from .samples import Columns, Sample, sampled, scales, seconds
-from .stats import median, uncertainty
+from .stats import uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import add
+from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,7 +18,8 @@ from ..profile import Curve, CurveNeed, around, few
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.watch import between, stamp
 from .overlap import Overlap, Probe, overlap, probe
-from .stats import median, trimmed_mean, uncertainty
+from .samples import timed
+from .stats import trimmed_mean, uncertainty
 
 MOST_POINTS = 5
 FLUSH = 1 << 22
@@ -42,6 +45,15 @@ class Places(Protocol):
     def gather(self, value: T) -> list[T]: ...
 
 
+class Seen(NamedTuple):
+    """What one rank saw of a line."""
+
+    samples: dict[float, list[float]]  # seconds by size
+    rests: dict[float, list[float]]  # and from then on until all had met
+    probes: list[Probe]
+    held: list[float]  # parts of a message's time that held its ranks up
+
+
 def meet(places: Places) -> None:
     if places.size > 1:
         dist.barrier()
@@ -55,10 +67,7 @@ class Line:
         self.op, self.ranks, self.device, self.uneven = op, ranks, device, uneven
         self.sizes = self.wanted = few(sorted(set(sizes)), MOST_POINTS)
         self.axis = places.axis(ranks) if places.rank in ranks else None
-        self.samples: dict[float, list[float]] = {size: [] for size in self.sizes}
-        self.rests: dict[float, list[float]] = {size: [] for size in self.sizes}
-        self.probes: list[Probe] = []
-        self.held: list[float] = []
+        self.seen = Seen(defaultdict(list), defaultdict(list), [], [])
         self.other = computing(device)
 
     def focus(self, sizes: Iterable[float]) -> None:
@@ -77,37 +86,35 @@ class Line:
                 self._collective(size, self.axis)
             done = stamp()
             dist.barrier(group=self.axis.group)
-            self.rests[size].append(between(done, stamp()))
+            self.seen.rests[size].append(between(done, stamp()))
 
     def probe(self) -> None:
         """How it and computing share a core."""
-        if self.axis is not None and len(self.probes) < PROBES:
+        if self.axis is not None and len(self.seen.probes) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
-            self.probes.append(probe(self.op, size, self.axis, self.device))
+            self.seen.probes.append(probe(self.op, size, self.axis, self.device))
 
     def _collective(self, size: float, axis: Axis) -> None:
-        """As in training ranks come to it from other things. If `uneven`, each in turn later than
-        the rest: who has slept takes longer to be handed a long message."""
+        """Ranks come to it from other things, as in training. If `uneven`, each in turn comes later
+        than the rest: a rank that has slept is handed a long message more slowly."""
         work = self._work(size, axis)
         self.other()
-        if self.uneven and len(self.samples[size]) % axis.parts == axis.index:
+        if self.uneven and len(self.seen.samples[size]) % axis.parts == axis.index:
             self.other()
-        start = stamp()
-        work()
-        self.samples[size].append(between(start, stamp()))
+        self.seen.samples[size].append(timed(work))
 
     def own(self, size: float) -> list[float]:
         """Samples in which this rank waited for nobody."""
         if self.axis is None or not self.uneven:
-            return self.samples[size]
-        return self.samples[size][self.axis.index :: self.axis.parts]
+            return self.seen.samples[size]
+        return self.seen.samples[size][self.axis.index :: self.axis.parts]
 
     def _message(self, size: float, axis: Axis) -> None:
         sent = torch.ones(max(1, int(size) // 4), device=self.device)
-        seen = [_to_and_fro(sent, axis, first, self.other) for first in (0, 1)]
-        seconds, posting = seen[axis.index]
-        self.samples[size].append(seconds)
-        self.held.append(min(1.0, posting / max(seconds, 1e-9)))
+        both = [_to_and_fro(sent, axis, first, self.other) for first in (0, 1)]
+        seconds, posting = both[axis.index]
+        self.seen.samples[size].append(seconds)
+        self.seen.held.append(min(1.0, posting / max(seconds, 1e-9)))
 
     def _work(self, size: float, axis: Axis) -> Callable[[], object]:
         count = max(1, int(size) // 4)
@@ -176,19 +183,9 @@ def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
     work.wait()
 
 
-class Seen(NamedTuple):
-    """What one rank saw of a line."""
-
-    samples: dict[float, list[float]]  # seconds by size
-    rests: dict[float, list[float]]  # and from then on until all had met
-    probes: list[Probe]
-    held: list[float]
-
-
 def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
-    """Of messages every rank has its own samples. Who comes last to a collective waits for nobody:
-    it begins then. It ends when the last one is done, be it another one, as links may be slower one
-    way."""
+    """Seconds of every exchange. Each rank has messages of its own. A collective lasts from when
+    its last rank comes to it until the last is done: another one where a link is slower one way."""
     columns = [own.samples[size] for own in seen]
     if line.op == "send":
         return [x for own in columns for x in own]
@@ -242,14 +239,12 @@ class Lines:
         for _ in range(WARM_UP):
             self.round()
         for line in self.lines.values():
-            line.held.clear()
-            for times in (*line.samples.values(), *line.rests.values()):
+            for times in (line.seen.samples, line.seen.rests, line.seen.held):
                 times.clear()
 
     def result(self) -> tuple[Curve, ...]:
         """The same on all ranks, which must all call this."""
-        everyone = self.places.gather({key: Seen(line.samples, line.rests, line.probes, line.held)
-                                       for key, line in self.lines.items()})
+        everyone = self.places.gather({key: line.seen for key, line in self.lines.items()})
         return tuple(_curve(key, line, [everyone[rank][key] for rank in line.ranks])
                      for key, line in self.lines.items())
 

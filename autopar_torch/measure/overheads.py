@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 
@@ -11,7 +12,6 @@ from ..profile import Overheads
 from ..shard.parts import copy_rows, fill, flat_piece
 from .links import FLUSH, computing
 from .samples import timed
-from .stats import median
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
 
@@ -19,8 +19,8 @@ MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor
 class Extras:
     """Samples of an optimizer step, of packing, and of whatever else a step does.
 
-    Updating and packing are timed with tensors as large as the model's own, since both depend on
-    how many there are and on how much of them a cache holds: of what is updated or filled, nothing.
+    Updating and packing are timed with tensors as large as the model's own: both depend on how many
+    tensors there are, and on how much of them a cache holds.
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int], batch: Callable[[], object],
@@ -35,7 +35,7 @@ class Extras:
             "batch": batch,
             "context": context,
         }
-        # What a step does just before leaves other things in caches.
+        # What runs first, as in a step: it decides what caches hold when a work begins.
         self.before: dict[str, Callable[[], object]] = {
             "update": lambda: torch.ones(FLUSH, device=device),
             "fill": lambda: torch.ones(FLUSH, device=device),

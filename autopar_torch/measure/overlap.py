@@ -1,4 +1,4 @@
-"""What an exchange takes of a core whose rank computes meanwhile, and how it fares there."""
+"""An exchange while its rank computes: what it takes of the core, what is left of its speed."""
 
 from __future__ import annotations
 

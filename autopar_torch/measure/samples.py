@@ -1,12 +1,12 @@
-"""Samples of blocks into numbers: what a block takes, and how that varies."""
+"""From samples of blocks to numbers: what a block takes, and how that varies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from ..shard.watch import between, listen, stamp
-from .stats import mean, median
 
 
 class Sample(NamedTuple):
@@ -86,7 +86,7 @@ def variation(own: Columns) -> Variation:
     single = [samples[k].compute_s / max(m * rounds[k] / max(usual, 1e-9), 1e-9)
               for samples, m in zip(own, typical, strict=True) if m > least
               for k in range(len(rounds))]
-    middle = mean(single) if single else 1.0
+    middle = fmean(single) if single else 1.0
     return Variation(rounds, [x / middle for x in single])
 
 
@@ -94,5 +94,5 @@ def paces(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Factors of one chain's rounds around what its ranks usually take: a core that stays behind
     the others for the whole session is seen too, which its own rounds alone would not tell."""
     seen = [rounds for rounds in ranks if rounds]
-    usual = mean([median(rounds) for rounds in seen]) if seen else 1.0
+    usual = fmean([median(rounds) for rounds in seen]) if seen else 1.0
     return [seconds / max(usual, 1e-9) for rounds in seen for seconds in rounds]

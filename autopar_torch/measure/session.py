@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from .bytes import TensorBytes
 from .links import Lines, Places, meet
 from .overheads import Extras
 from .samples import paces, variation
-from .stats import NOISE_LIMIT, median, quantiles
+from .stats import NOISE_LIMIT, quantiles
 
 
 class Session:

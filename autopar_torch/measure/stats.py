@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from statistics import fmean, median
 
 NOISE_LIMIT = 0.25  # relative error of a median: what is less certain is not known
 WORTH_S = 1e-3  # what takes less is mostly clock
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
     """Without the outermost tenth at either end. Steps add up times, and of those that are skewed
     the medians add up to too little."""
     away = -(-len(values) // 10) if len(values) > 2 else 0
-    return mean(sorted(values)[away : len(values) - away])
+    return fmean(sorted(values)[away : len(values) - away])
 
 
 def uncertainty(seconds: Sequence[float]) -> float:
@@ -45,6 +38,6 @@ def paced_medians(several: Sequence[Sequence[float]]) -> list[float]:
     """Medians of several quantities that were seen in turn, as if all had met the spells of whoever
     was seen to the end: a machine may be quick in one round and slow in the next."""
     most = max(len(samples) for samples in several)
-    paces = [mean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
+    paces = [fmean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
     return [median([x / pace for x, pace in zip(samples, paces, strict=False)]) * median(paces)
             for samples in several]

@@ -165,9 +165,8 @@ class StepTasks:
     def _receive(self, index: int, replica: Replica, action: Action) -> None:
         for rank in self.costs.leading(replica.stages[action.stage].devices):
             sent, held_s = self.moved[index, action.other_end(), rank]
-            core = {f"core {self.cluster.core(rank)}": 1.0}
             after = tuple({sent, self.last.get(rank, sent)})
-            self.last[rank] = self._add(Task(str(action), 0.0, core, after, (rank,), COMM))
+            self.last[rank] = self._add(Task(str(action), 0.0, {}, after, (rank,), COMM))
             self._compute(rank, str(action), held_s)
 
     def _send(self, index: int, replica: Replica, action: Action) -> None:
@@ -304,9 +303,8 @@ class StepTasks:
     def _finish(self) -> None:
         """Everyone waits for its sums and the loss, then the optimizer runs."""
         for rank, sums in self.reduced.items():
-            core = {f"core {self.cluster.core(rank)}": 1.0}
             after = (*sums, self.last[rank])
-            self.last[rank] = self._add(Task("wait", 0.0, core, after, (rank,), COMM))
+            self.last[rank] = self._add(Task("wait", 0.0, {}, after, (rank,), COMM))
         devices = self.costs.plan.devices
         if len(devices) > 1:
             self._together(devices, "loss", "sum", 4.0)
