@@ -20,7 +20,7 @@ from autopar_torch.profile import Curve, Lookup
 from autopar_torch.schedule import Op, build
 from autopar_torch.search.best import Choice, Result, search, varied
 from autopar_torch.search.borders import smallest_bottleneck
-from autopar_torch.search.bounds import bounds
+from autopar_torch.search.bounds import Bounded
 from autopar_torch.search.evaluate import Pricer
 from autopar_torch.search.floors import floors
 from autopar_torch.search.space import Candidate, Constraints, as_plan, candidates
@@ -87,7 +87,8 @@ def test_no_cut_is_below_its_bounds(seed: int) -> None:
     graph, options, profile, num_rows, limits = problem(seed)
     tables = Tables(options, graph, profile, limits.precision)
     found = candidates(options, graph, tables.cluster.num_devices, num_rows, limits)
-    below = bounds(found, tables, num_rows)
+    below = Bounded(found, tables, num_rows, np.inf)
+    below.possible(np.arange(len(found)))
     for i in random.Random(seed).sample(range(len(found)), min(20, len(found))):
         pricer = Pricer(tables, found[i], num_rows)
         blocks = len(graph.blocks)
@@ -97,8 +98,8 @@ def test_no_cut_is_below_its_bounds(seed: int) -> None:
             assert below.seconds[i] <= price.step_s * (1 + 1e-9)
             assert floor <= price.step_s * (1 + 1e-9)
             assert below.memory_bytes[i] <= price.memory_bytes * (1 + 1e-9)
-            fits = bounds(found[i : i + 1], tables, num_rows, price.memory_bytes)
-            assert fits.holds[0]
+            fits = Bounded(found[i : i + 1], tables, num_rows, price.memory_bytes * (1 + 1e-9))
+            assert len(fits.possible(np.arange(1)))
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=9), st.integers(1, 5), seeds)

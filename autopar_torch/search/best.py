@@ -11,7 +11,6 @@ from typing import Annotated, NamedTuple, cast
 
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from ..errors import SearchError
 from ..limits import Amount, Index, Seconds
@@ -28,7 +27,7 @@ from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
-FIRST = 512  # candidates whose bounds are worked out at first; then ever twice as many
+FIRST = 512  # candidates whose memory is looked at first; then ever twice as many
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
@@ -122,14 +121,11 @@ class _Cuts(NamedTuple):
 
 
 class _Queue:
-    """Candidates by increasing bound of time. Bounds are worked out in the order of rough ones, and
-    no further than needed: nobody who is left is faster than its rough bound."""
+    """Candidates by increasing bound of time, of those that memory may hold."""
 
     def __init__(self, bounded: Bounded, step: int) -> None:
         self.bounded, self.step = bounded, step
-        rough = bounded.rough()
-        self.order = np.argsort(rough, kind="stable")
-        self.rough = rough[self.order]
+        self.order = np.argsort(bounded.seconds, kind="stable")
         self.known = self.killed = 0  # looked at; of these, killed by their bound of memory
         self.heap: list[tuple[float, int]] = []
 
@@ -139,20 +135,17 @@ class _Queue:
     def pop(self) -> tuple[float, int] | None:
         """The least bound, None at the end."""
         while self.known < len(self.order) and (
-            not self.heap or self.heap[0][0] >= self.rough[self.known]
+            not self.heap or self.heap[0][0] >= self.bounded.seconds[self.order[self.known]]
         ):
-            self._look_at(self.order[self.known : self.known + self.step])
+            chosen = self.order[self.known : self.known + self.step]
+            possible = self.bounded.possible(chosen)
+            self.known += len(chosen)
+            self.killed += len(chosen) - len(possible)
+            self.heap += zip(self.bounded.seconds[possible].tolist(), possible.tolist(),
+                             strict=True)
+            heapq.heapify(self.heap)
             self.step *= 2
         return heapq.heappop(self.heap) if self.heap else None
-
-    def _look_at(self, chosen: NDArray[np.int64]) -> None:
-        possible = self.bounded.possible(chosen)
-        self.known += len(chosen)
-        self.killed += len(chosen) - len(possible)
-        if len(possible):
-            seconds = self.bounded.seconds(possible)
-            self.heap += zip(seconds.tolist(), possible.tolist(), strict=True)
-            heapq.heapify(self.heap)
 
 
 class _Hunt:

@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
     weight: Array
     kept: Array
     working: Array
-    out: Array
+    added: Array  # seconds more of a backward whose gradients are there already
     stash: Array  # the most of it that is kept where weights are put off
 
 
@@ -73,7 +73,6 @@ class Tables:
         self._params: dict[int, Params] = {}
         self._distinct: dict[tuple[int, str], tuple[list[float], NDArray[np.int64]]] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
-        self._least_sends: dict[tuple[int, int], tuple[float, ...]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
         self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
         self._messages: dict[tuple[int, int, int], Array] = {}
@@ -246,14 +245,6 @@ class Tables:
             self._sends[key] = ahead, back
         return self._sends[key]
 
-    def least_sends(self, option: int, rows: int) -> tuple[float, ...]:
-        """The least of `sends` over the borders inside the chain."""
-        key = (option, rows)
-        if key not in self._least_sends:
-            self._least_sends[key] = tuple(float(sizes[1:-1].min(initial=np.inf))
-                                           for sizes in self.sends(*key))
-        return self._least_sends[key]
-
     def _borders(self, option: int) -> tuple[list[Crossing], NDArray[np.int64]]:
         """The distinct sets of values that cross a border, and which of them each border has."""
         if option not in self._crossing:
@@ -300,7 +291,7 @@ def _column(piece: Piece) -> list[float]:
         piece.weight_s,
         piece.kept_bytes,
         max(piece.forward_bytes, piece.backward_bytes),
-        piece.out_bytes,
+        piece.added_s,
         max(piece.kept_bytes, piece.stash_bytes),
     ]
 
