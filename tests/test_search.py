@@ -6,6 +6,7 @@ import itertools
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from autopar_torch import files
 from autopar_torch.errors import SearchError
 from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Curve, Lookup
-from autopar_torch.schedule import Op, build
+from autopar_torch.schedule import Action, Op, build
 from autopar_torch.search.best import Choice, Result, search, varied
 from autopar_torch.search.borders import smallest_bottleneck
 from autopar_torch.search.bounds import Bounded
@@ -26,10 +27,10 @@ from autopar_torch.search.floors import floors
 from autopar_torch.search.space import Candidate, Constraints, as_plan, candidates
 from autopar_torch.search.tables import Tables
 from autopar_torch.search.why import Case, against, candidate_of, time_parts, why
-from autopar_torch.simulate import fluid
+from autopar_torch.simulate import fluid, simulate
 from autopar_torch.simulate.walk import Pipeline, walk
 from lists import ends_of
-from problems import Problem, problem
+from problems import Problem, problem, unshared
 
 UNTIMED = settings(deadline=None, max_examples=100)
 LONG = settings(deadline=None, max_examples=500)
@@ -129,6 +130,32 @@ def test_smallest_bottleneck_is_that_of_all_cuts(
         assert slowest(found) == pytest.approx(min(map(slowest, fitting)))
 
 
+PIPELINES = [("1f1b", 1, 1), ("1f1b", 2, 1), ("gpipe", 2, 1), ("zero_bubble", 2, 1),
+             ("interleaved", 2, 2), ("interleaved", 2, 3)]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("schedule", "pp", "virtual"), PIPELINES)
+def test_where_nothing_is_shared_a_plan_has_the_price_of_the_engine(
+    schedule: str, pp: int, virtual: int, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the precision, the cuts and the buckets, with and without recompute."""
+    small = random.Random(f"{schedule}{virtual}{zero}").choice([30_000, 10**6])
+    monkeypatch.setattr(Tables, "bucket_bytes", lambda *_: small)
+    stages = pp * virtual
+    even_and_not = [tuple(7 * s // stages for s in range(stages + 1)), (*range(stages), 7)]
+    for option, dp in ((0, 4 // pp), (1, 2 // pp)):
+        graph, options, profile = unshared(10 * zero + option)
+        choices = itertools.product(("float32", "bfloat16"), (False, True), even_and_not,
+                                    (1, 2, 6) if schedule == "gpipe" or pp == 1 else (2, 6))
+        for precision, again, cut, count in choices:
+            own = Candidate(option, pp, dp, count, schedule, virtual, zero if dp > 1 else 0, again)
+            pricer = Pricer(Tables(options, graph, profile, precision), own, 2 * dp * count)
+            plan = as_plan(own, cut, options, precision, bucket_bytes=small)
+            step_s = simulate(plan, graph, profile.profile, 2 * dp * count).step_s
+            assert pricer.price(cut).step_s == pytest.approx(step_s, rel=1e-9), own
+
+
 shapes = st.sampled_from(["gpipe", "1f1b", "zero_bubble", "interleaved"])
 
 
@@ -139,14 +166,24 @@ def pipeline(seed: int, stages: int) -> Pipeline:
     if draw.random() < 0.5:
         base = [1.0] * (stages - 1) + [draw.choice([0.9, 1.0, 1.2])]
     inner, message = draw.uniform(0.5, 1.5), draw.choice([0.0, 0.01, 0.4, 3.0])
-    return Pipeline(tuple(base), tuple(2 * b for b in base), tuple(inner * b for b in base),
-                    tuple(b * 0.9 for b in base), (message,) * stages,
-                    (message,) * stages)
+    factors = (1.0, 2.0, inner, 0.9, 1.8, 0.8, 2.5, 1.3)
+    return Pipeline(*(tuple(factor * b for b in base) for factor in factors),
+                    (message,) * stages, (message,) * stages)  # type: ignore[call-arg]
 
 
-def work_of(pipe: Pipeline) -> dict[Op, tuple[float, ...]]:
-    return {Op.F: pipe.forward, Op.B: pipe.backward, Op.I: pipe.input, Op.W: pipe.weight,
-            Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}  # type: ignore[dict-item]
+def seconds_of(pipe: Pipeline, count: int) -> Callable[[Action], float]:
+    """Of an action among so many micro-batches."""
+    usual = {Op.F: pipe.forward, Op.B: pipe.backward, Op.I: pipe.input, Op.W: pipe.weight,
+             Op.SEND_F: pipe.send, Op.SEND_B: pipe.back}
+    first, last = ({**usual, Op.B: b, Op.W: w} for b, w in (pipe[4:6], pipe[6:8]))
+    found = {0: first, count - 1: last}
+    return lambda a: found.get(a.micro_batch, usual).get(a.op, (0.0,) * 99)[a.stage]
+
+
+def last_of(ends: list[float], places: tuple[int, ...]) -> list[float]:
+    """Per position: the last end of its stages."""
+    pairs = list(zip(ends, places, strict=True))
+    return [max(end for end, place in pairs if place == k) for k in range(max(places) + 1)]
 
 
 def counted(name: str, positions: int, micro_batches: int) -> tuple[int, int]:
@@ -163,9 +200,8 @@ def test_the_walk_ends_when_the_lists_end(name: str, p: int, m: int, seed: int, 
     places = tuple(range(p)) * virtual
     places = (*range(p), *reversed(range(p))) if vee else places
     pipe = pipeline(seed, len(places))
-    work = work_of(pipe)
-    expected = ends_of(build(name, places, m), lambda a: work[a.op][a.stage] if a.op in work else 0)
-    assert walk(name, places, pipe, m) == pytest.approx(expected, rel=1e-9)
+    expected = ends_of(build(name, places, m), seconds_of(pipe, m))
+    assert last_of(walk(name, places, pipe, m), places) == pytest.approx(expected, rel=1e-9)
 
 
 @given(shapes, st.integers(2, 4), st.integers(1, 8), seeds)
@@ -174,8 +210,9 @@ def test_the_walk_ends_when_the_engine_does(name: str, p: int, m: int, seed: int
     """Nobody shares anything: every position is a resource of its own, messages need none."""
     virtual, m = counted(name, p, m)
     pipe = pipeline(seed, p * virtual)
-    work, tasks, number = work_of(pipe), [], {}
-    todo = [list(lane) for lane in build(name, tuple(range(p)) * virtual, m).actions]
+    tasks, number, places = [], {}, tuple(range(p)) * virtual
+    seconds = seconds_of(pipe, m)
+    todo = [list(lane) for lane in build(name, places, m).actions]
     last: dict[int, int] = {}
     while any(todo):
         for position, lane in enumerate(todo):
@@ -186,16 +223,16 @@ def test_the_walk_ends_when_the_engine_does(name: str, p: int, m: int, seed: int
                         break
                     after.append(number[action.other_end()])
                 lane.pop(0)
-                seconds = work[action.op][action.stage] if action.op in work else 0.0
                 sends = action.op in (Op.SEND_F, Op.SEND_B)
                 needs = {} if sends else {f"core {position}": 1.0}
-                tasks.append(fluid.Task(str(action), seconds, needs, tuple(after)))
+                tasks.append(fluid.Task(str(action), seconds(action), needs, tuple(after)))
                 number[action] = len(tasks) - 1
                 if not sends:
                     last[position] = len(tasks) - 1
     times = fluid.run(tasks)
     expected = [times[last[k]][1] for k in range(p)]
-    assert walk(name, tuple(range(p)) * virtual, pipe, m) == pytest.approx(expected, rel=1e-6)
+    ends = last_of(walk(name, places, pipe, m), places)
+    assert ends == pytest.approx(expected, rel=1e-6)
 
 
 def test_equal_problems_have_equal_bytes() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..profile import Curve
-from .evaluate import after, summing
+from .evaluate import summing
 from .memory import in_flight, lasting, so_far, staying
 from .space import SCHEDULES, Candidates
 from .tables import Array, Ints, Tables
@@ -157,11 +157,15 @@ class Bounded:
         least the average share."""
         # what ZeRO 1 and 2 do here is the same
         first, which = self._by(self.option, self.dp, self.zero - (self.zero >= 2))
-        over, found = self.tables.profile.profile.overheads, np.zeros(len(first))
+        tables, found = self.tables, np.zeros(len(first))
+        over = tables.profile.profile.overheads
         for row, i in enumerate(first):
             c = self.found[i]
-            total = self.tables.totals(c.option)
-            found[row] = over.step_s + after(self.tables, c)(total.trained / c.pp)
+            total, world = tables.totals(c.option), tables.options[c.option].degree * c.pp * c.dp
+            byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
+            found[row] = over.step_s + (total.trained * byte_s
+                                        + total.number * over.update_s_per_tensor) / c.pp
+            found[row] += tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
             if c.zero in (1, 2) and c.dp > 1:
                 least = self.tables.params(c.option).leaf.min() if c.pp > 1 else total.leaf
                 if least:

@@ -29,13 +29,15 @@ Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts th
 
 class Params(NamedTuple):
     """Per block, on one device: bytes of parameters, of those with gradients, and of their leaves
-    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many."""
+    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many;
+    and of each with gradients, in the order in which these come."""
 
     held: Array
     trained: Array
     leaf: Array
     largest: Array
     number: Array
+    each: list[tuple[float, ...]]
 
 
 class Totals(NamedTuple):
@@ -74,7 +76,7 @@ class Tables:
         self._distinct: dict[tuple[int, str], tuple[list[float], NDArray[np.int64]]] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
-        self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
+        self._ends: dict[tuple[object, ...], list[float]] = {}
         self._messages: dict[tuple[int, int, int], Array] = {}
         self._totals: dict[int, Totals] = {}
         self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
@@ -142,12 +144,13 @@ class Tables:
             self._free_cuts[key] = free_cuts(seconds, num_stages)
         return self._free_cuts[key]
 
-    def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
-        """When every position ends, once for equal pipelines."""
-        key = (name, pipe, count, virtual)
+    def ends(self, name: str, pipe: Pipeline, count: int, virtual: int,
+             starts: tuple[float, ...]) -> list[float]:
+        """When every stage ends, once for equal pipelines."""
+        key = (name, pipe, count, virtual, starts)
         if key not in self._ends:
             position_of = tuple(range(len(pipe.forward) // virtual)) * virtual
-            self._ends[key] = walk(name, position_of, pipe, count)
+            self._ends[key] = walk(name, position_of, pipe, count, starts)
         return self._ends[key]
 
     def _programs(self, option: Option) -> tuple[list[tuple[str, str]], NDArray[np.int64]]:
@@ -188,17 +191,18 @@ class Tables:
         """A parameter that several blocks share counts where it is used first."""
         if option not in self._params:
             which = self.programs[option][1]
-            known: dict[int, list[float]] = {}
+            known: dict[int, tuple[list[float], tuple[float, ...]]] = {}
             seen: set[str] = set()
-            rows = []
+            rows, each = [], []
             for i, names in enumerate(self._shared):
                 row = known.get(int(which[i])) if not names else None
                 if row is None:
                     row = self._sizes(i, self.options[option].shardings[i], seen)
                     known |= {} if names else {int(which[i]): row}
                 seen.update(names)
-                rows.append(row)
-            self._params[option] = Params(*np.array(rows, dtype=float).T)
+                rows.append(row[0])
+                each.append(row[1])
+            self._params[option] = Params._make([*np.array(rows, dtype=float).T, each])
         return self._params[option]
 
     def distinct(self, option: int, name: str) -> tuple[list[float], NDArray[np.int64]]:
@@ -208,9 +212,11 @@ class Tables:
             self._distinct[option, name] = values.tolist(), which
         return self._distinct[option, name]
 
-    def _sizes(self, index: int, sharding: Sharding | None, seen: set[str]) -> list[float]:
+    def _sizes(self, index: int, sharding: Sharding | None,
+               seen: set[str]) -> tuple[list[float], tuple[float, ...]]:
         """The fields of `Params` of one block, without what was seen before."""
-        held = trained = leaf = largest = number = 0.0
+        held = leaf = 0.0
+        each: list[float] = []
         for slot, name in self.graph.blocks[index].params.items():
             info = self.graph.params[name]
             if name in seen:
@@ -221,10 +227,10 @@ class Tables:
             size = info.num_elements * item_bytes(info.dtype) / cut
             held += size
             if info.trainable and not info.buffer:
-                trained, number, largest = trained + size, number + 1, max(largest, size)
+                each.insert(0, size)
                 kind = leaf_type(info.dtype, self.precision)
                 leaf += info.num_elements * item_bytes(kind) / cut
-        return [held, trained, leaf, largest, number]
+        return [held, sum(each), leaf, max(each, default=0.0), len(each)], tuple(each)
 
     @cached_property
     def _shared(self) -> list[list[str]]:
