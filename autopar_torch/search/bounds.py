@@ -14,7 +14,7 @@ from .tables import Array, Ints, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING, ADDED = range(7)  # fields of a program
 ROUNDING = 1 + 1e-9  # a bound and a price may round differently
-TINY = 1e-9  # bytes, instead of a division by zero
+TINY = 1e-9  # seconds or bytes, instead of a division by zero
 
 
 class Bounded:
@@ -108,14 +108,13 @@ class Bounded:
         return self.tables.curve(op, 0, stride, int(self.dp[i]))
 
     def _seconds(self) -> Array:
-        """No cut is faster: seconds that the average position is busy, or the chain through one
-        that is no less busy.
+        """No cut is faster: seconds that its busiest position is busy, or the chain through it.
 
         With positions k = 0..p-1 of forward f_k, backward b_k and t_k = f_k + b_k: in 1F1B the
         first backward of k starts after all forwards on the way and all backwards behind it (of
         which only the inner parts are waited for). Until then k has done no more than
         w = min(m, p) forwards, so (m-w) f_k and all backwards are left, the last of them before
-        those on the way back. With f_k <= phi t_k, and t_k the average or more, that is
+        those on the way back. With f_k <= phi t_k, and t_k that of `_longest` or more, it is
         F + I + (m-1 - (w-1) phi) t_k. GPipe is the same with w = 1: all forwards pass k, and all
         backwards. In a zero bubble m t_k - w f_k are left behind all forwards.
         """
@@ -126,14 +125,32 @@ class Bounded:
         backward = np.where(split, parts, np.where(either, np.minimum(parts, whole), whole))
         work = forward + backward + self._per_micro_batch()
         early = np.where(split, 0.0, np.minimum(self.costs[INPUT], whole))
-        total, ahead = ((self.counts * part).sum(axis=0) for part in (work, forward + early))
+        ahead, longest = (self.counts * (forward + early)).sum(axis=0), self._longest(work)
         used = (self.counts > 0) & (work > 0)
         phi = np.where(used, forward / np.where(used, work, 1.0), 0.0).max(axis=0)
         first = np.where(self.schedule == SCHEDULES.index("gpipe"), 1, np.minimum(m, p))
         left = m - np.where(split, first, first - 1) * phi - ~split
-        chain = ahead + np.maximum(left, 0.0) * total / p
+        chain = ahead + np.maximum(left, 0.0) * longest
         plain = (p > 1) & (self.schedule != SCHEDULES.index("interleaved"))
-        return self._outside() + np.maximum(m * total / p, np.where(plain, chain, 0.0)) / ROUNDING
+        return self._outside() + np.maximum(m * longest, np.where(plain, chain, 0.0)) / ROUNDING
+
+    def _longest(self, work: Array) -> Array:
+        """Seconds of the blocks of the position that has most of them, at least.
+
+        It has no less than the average. And blocks are whole: let n of them have w seconds, those
+        of the most common program, or more. If no position has more than t, each has place for
+        floor(t / w) of the n, and one that also holds a shorter block of o seconds, or one of
+        w + o, for floor((t - o) / w); together the positions need place for n. With o = (q + r) w,
+        q whole and r a fraction, the least such t is w min(ceil((n+q) / p) + r, ceil((n+q+1) / p)).
+        """
+        used = np.where(self.counts > 0, work, 0.0)
+        w = np.maximum(work[self.common, np.arange(len(self.pp))], TINY)
+        n = np.where(used >= w, self.counts, 0).sum(axis=0)
+        other = np.where(used >= w, used - w, used) / w
+        q = np.floor(other)
+        places = np.minimum(np.ceil((n + q) / self.pp) + other - q,
+                            np.ceil((n + q + 1) / self.pp))
+        return np.maximum((self.counts * work).sum(axis=0) / self.pp, (w * places).max(axis=0))
 
     def _per_micro_batch(self) -> Array:
         """Program x candidate: seconds of adding gradients and of waiting for their sums, the least

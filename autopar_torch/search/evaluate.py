@@ -44,12 +44,11 @@ class Parts(NamedTuple):
 
     def busy(self, c: Candidate) -> Array:
         """Cut x stage: seconds that it computes and exchanges in all."""
-        work, m = self.work, c.micro_batches
-        halved = np.array([c.halved(s) for s in range(work.shape[2])])
-        first = np.where(halved < m, work[FIRST_B] - work[BACKWARD], work[FIRST_W] - work[WEIGHT])
-        last = np.where(halved == 0, work[LAST_B] - work[BACKWARD], work[LAST_W] - work[WEIGHT])
-        usual = (m - halved) * work[BACKWARD] + halved * (work[INPUT] + work[WEIGHT])
-        return m * work[FORWARD] + usual + first + last
+        m, halved = c.micro_batches, np.array([c.halved(s) for s in range(c.stages())])
+        whole, split = halved < m, halved > 0  # the first backward, the last one
+        times = np.array([0 * halved + m, m - halved - whole - ~split, halved,
+                          halved - ~whole - split, whole, ~whole, ~split, split], dtype=float)
+        return np.einsum("ws,wcs->cs", times, self.work)
 
 
 class Pricer:
@@ -279,4 +278,6 @@ def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
 
 def _sums(values: Array) -> Array:
     """Of the blocks before each border, along the last axis."""
-    return np.insert(np.cumsum(values, axis=-1), 0, 0.0, axis=-1)
+    found = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=found[..., 1:])
+    return found
