@@ -54,16 +54,36 @@ def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True):
-    """The best plan, the next ones, and how the rest was dealt with."""
+    """The fastest plan, the next ones, and how the rest was dealt with."""
 
-    best: Choice
-    runners_up: tuple[Choice, ...]
+    choices: Annotated[tuple[Choice, ...], Meta(min_length=1)]  # the fastest first
     considered: Index
     discarded: dict[str, Index]  # rule -> candidates
     priced: Index  # candidates with borders
     # 0: proven; else how much faster some plan not looked at could be.
     gap: Annotated[float, Meta(ge=0.0, le=1.0)]
     seconds: Seconds
+    measured: tuple[Seconds, ...] = ()  # of real steps of the first plans, where confirmed
+
+    @property
+    def best(self) -> Choice:
+        return self.choices[0]
+
+    @property
+    def others(self) -> tuple[Choice, ...]:
+        return self.choices[1:]
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+    @property
+    def step_s(self) -> float:
+        return self.best.step_s
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.best.memory_bytes
 
     @property
     def how_exact(self) -> str:
@@ -97,19 +117,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
                        grad_dtype=limits.grad_dtype), f.step_s, f.memory_bytes)
         for f in hunt.best
     )
-    return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
+    return Result(choices, len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
                   time.perf_counter() - start)
-
-
-class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
-    """A search that is over, its best plans in the order of the engine."""
-
-    plan: Plan
-    step_s: Seconds
-    memory_bytes: Amount
-    result: Result
-    others: tuple[Choice, ...] = ()
-    measured: tuple[Seconds, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
 class _Cuts(NamedTuple):
