@@ -18,7 +18,7 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
 from .borders import FreeCuts, cuts, even
-from .bounds import Bounded
+from .bounds import ROUNDING, Bounded
 from .evaluate import Found, Pricer
 from .floors import floors
 from .misses import nothing_fits
@@ -26,7 +26,6 @@ from .space import Candidate, Candidates, Constraints, Option, as_plan, candidat
 from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
-ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
 FIRST = 512  # candidates whose memory is looked at first; then ever twice as many
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from ..profile import Curve
-from .evaluate import summing
+from .evaluate import gathering, summing
 from .memory import in_flight, lasting, so_far, staying
-from .space import SCHEDULES, Candidates
+from .space import SCHEDULES, Candidate, Candidates
 from .tables import Array, Ints, Tables
 
 FORWARD, BACKWARD, INPUT, WEIGHT, KEPT, WORKING, ADDED = range(7)  # fields of a program
-ROUNDING = 1 + 1e-9  # a bound and a price may round differently
+ROUNDING = 1 + 1e-9  # a bound and a price may round differently; then `Found.order` decides
 TINY = 1e-9  # seconds or bytes, instead of a division by zero
 
 
@@ -69,21 +69,19 @@ class Bounded:
                                       bool(self.recompute[i]))
             table[:, : len(own), row] = own.T[:7]
         costs = table.take(which, 2)
-        costs[: INPUT + 1] += self._gathers()
+        costs[: INPUT + 1] += self._least(gathering, 3)
         return costs
 
-    def _gathers(self) -> Array:
-        """ZeRO 3: seconds of gathering the parameters of a block of every program."""
-        leaf = self._per_option(lambda o: self.tables.least(o, self.tables.params(o).leaf))
-        first, which = self._by(self.option, self.dp, self.zero)
-        meet_s = self.tables.profile.profile.overheads.meet_s
-        table = np.zeros((self.programs, len(first)))
-        for row, i in enumerate(first):
-            if self.zero[i] == 3 and self.dp[i] > 1:
-                curve = self._team("gather", int(i))
-                table[:, row] = [curve.seconds(size) + meet_s if size else 0.0
-                                 for size in leaf[:, self.option[i]]]
-        return table.take(which, 1)
+    def _least(self, seconds: Callable[[Tables, Candidate], Array], zero: int) -> Array:
+        """Program x candidate: from this ZeRO stage on, the least of something of its blocks."""
+        first, which = self._by(self.option, self.dp, (self.zero >= zero).astype(int))
+        found = np.zeros((self.programs, len(first)))
+        for row, i in enumerate(first.tolist()):
+            if self.zero[i] >= zero and self.dp[i] > 1:
+                option = int(self.option[i])
+                least = self.tables.least(option, seconds(self.tables, self.found[i]))
+                found[: len(least), row] = least
+        return found.take(which, 1)
 
     def _held(self) -> Array:
         """What lasts and all gradients; of a block of the most common program (the least of them)
@@ -159,15 +157,8 @@ class Bounded:
         add = tables.profile.profile.overheads.add_s_per_byte
         adding = add * self._per_option(lambda o: tables.least(o, tables.params(o).trained))
         found = adding.take(self.option, 1) + np.minimum(self.costs[ADDED], 0.0)
-        first, which = self._by(self.option, self.dp, (self.zero >= 2).astype(int))
-        sums = np.zeros((self.programs, len(first)))
-        for row, i in enumerate(first.tolist()):
-            if self.zero[i] >= 2 and self.dp[i] > 1:
-                option = int(self.option[i])
-                least = tables.least(option, summing(tables, self.found[i]))
-                sums[: len(least), row] = least
         once = np.where(self.zero == 3, 1.0, many)
-        return many * staying(self.zero, self.dp) * found + sums.take(which, 1) * once
+        return many * staying(self.zero, self.dp) * found + self._least(summing, 2) * once
 
     def _outside(self) -> Array:
         """What comes before and after: gathering at least the smallest block, and updating at
@@ -230,4 +221,4 @@ def at_least(curve: Curve, num_bytes: float) -> float:
     return 0.0 if falling else max(0.0, min([curve.seconds(num_bytes), *larger]))
 
 
-__all__ = ["Bounded"]
+__all__ = ["ROUNDING", "Bounded"]

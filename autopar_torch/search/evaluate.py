@@ -63,7 +63,12 @@ class Pricer:
         self.params = tables.params(c.option)
         self.bucket = tables.bucket_bytes(c)
         self.op = "scatter" if c.zero else "sum"
-        blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, c.recompute))
+        blocks, gathers = tables.blocks(c.option, self.rows, c.recompute), gathering(tables, c)
+        if c.zero == 3:
+            leaf = self.params.leaf
+            blocks = blocks._replace(
+                forward=blocks.forward + gathers, backward=blocks.backward + gathers,
+                input=blocks.input + gathers, working=leaf + np.maximum(leaf, blocks.working))
         stays = staying(c.zero, c.dp) * (c.micro_batches > 1)  # to be added to
         adding = stays * self.over.add_s_per_byte * self.params.trained
         added = stays * (self.params.trained > 0) * blocks.added
@@ -262,18 +267,16 @@ def summing(tables: Tables, c: Candidate) -> Array:
     return np.array([known[sizes] for sizes in each])
 
 
-def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
-    """ZeRO 3 gathers every block before it runs, forward and backward."""
+def gathering(tables: Tables, c: Candidate) -> Array:
+    """Seconds per block in which ZeRO 3 gathers it before it runs, forward and backward."""
+    leaf = tables.params(c.option).leaf
     if c.zero < 3 or c.dp == 1:
-        return blocks
-    leaf, (sizes, which) = tables.params(c.option).leaf, tables.distinct(c.option, "leaf")
+        return np.zeros(len(leaf))
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
     over = tables.profile.profile.overheads
-    known = [curve.seconds(n) + over.meet_s + n * over.fill_s_per_byte if n else 0.0 for n in sizes]
-    seconds = np.array(known)[which]
-    return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
-                           input=blocks.input + seconds,
-                           working=leaf + np.maximum(leaf, blocks.working))
+    known = {size: curve.seconds(size) + over.meet_s + size * over.fill_s_per_byte if size else 0.0
+             for size in set(leaf.tolist())}
+    return np.array([known[size] for size in leaf.tolist()])
 
 
 def _sums(values: Array) -> Array:

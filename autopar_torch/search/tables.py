@@ -73,7 +73,6 @@ class Tables:
         self._columns: dict[tuple[int, int, bool], Array] = {}
         self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}
-        self._distinct: dict[tuple[int, str], tuple[list[float], NDArray[np.int64]]] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
         self._ends: dict[tuple[object, ...], list[float]] = {}
@@ -204,13 +203,6 @@ class Tables:
                 each.append(row[1])
             self._params[option] = Params._make([*np.array(rows, dtype=float).T, each])
         return self._params[option]
-
-    def distinct(self, option: int, name: str) -> tuple[list[float], NDArray[np.int64]]:
-        """The distinct values of a field of `params`, and which of them each block has."""
-        if (option, name) not in self._distinct:
-            values, which = np.unique(getattr(self.params(option), name), return_inverse=True)
-            self._distinct[option, name] = values.tolist(), which
-        return self._distinct[option, name]
 
     def _sizes(self, index: int, sharding: Sharding | None,
                seen: set[str]) -> tuple[list[float], tuple[float, ...]]:
