@@ -106,7 +106,7 @@ def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Ce
             Piece(n, base * n, (back * base + extra) * n, (early * back * base + extra) * n,
                   late * back * base * n, comm, comm * (2 if again else 1), 256.0 * n,
                   (256.0 if again else kept) * n, 600.0 * n, 700.0 * n,
-                  stash_bytes=1.2 * kept * n)
+                  added_s=(early - 0.6) * base * n, stash_bytes=1.2 * kept * n)
             for n in (1, 16)
         )
         found.append(Cell(kind, cell_key(sharding, again), pieces))

@@ -156,9 +156,10 @@ class Bounded:
         tables, many = self.tables, (self.count - 1) / self.count
         add = tables.profile.profile.overheads.add_s_per_byte
         adding = add * self._per_option(lambda o: tables.least(o, tables.params(o).trained))
-        found = adding.take(self.option, 1) + np.minimum(self.costs[ADDED], 0.0)
+        saved = np.minimum(self.costs[ADDED], 0.0) * (self.count > 1)  # by all but the first
         once = np.where(self.zero == 3, 1.0, many)
-        return many * staying(self.zero, self.dp) * found + self._least(summing, 2) * once
+        added = many * adding.take(self.option, 1) + saved
+        return staying(self.zero, self.dp) * added + self._least(summing, 2) * once
 
     def _outside(self) -> Array:
         """What comes before and after: gathering at least the smallest block, and updating at
