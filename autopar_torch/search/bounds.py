@@ -95,7 +95,7 @@ class Bounded:
                 zero, dp = self.zero[first[rows]][:, None], self.dp[first[rows]][:, None]
                 params, alike = tables.params(option), programs == self.common[first[rows[0]]]
                 stays = lasting(zero, dp, params, copies)
-                found[0, rows] = stays.sum(axis=1) + tables.totals(option).trained
+                found[0, rows] = stays.sum(axis=1) + params.trained.sum()
                 found[1, rows] = stays[:, alike].min(axis=1)
                 found[2, rows] = so_far(zero, dp, params, tables.halved)[:, alike].min(axis=1)
         return found.take(which, 1)
@@ -170,13 +170,13 @@ class Bounded:
         over = tables.profile.profile.overheads
         for row, i in enumerate(first):
             c = self.found[i]
-            total, world = tables.totals(c.option), tables.options[c.option].degree * c.pp * c.dp
+            params, world = tables.params(c.option), tables.options[c.option].degree * c.pp * c.dp
             byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
-            found[row] = over.step_s + (total.trained * byte_s
-                                        + total.number * over.update_s_per_tensor) / c.pp
+            update_s = params.trained * byte_s + params.number * over.update_s_per_tensor
+            found[row] = over.step_s + update_s.sum() / c.pp
             found[row] += tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
             if c.zero in (1, 2) and c.dp > 1:
-                least = self.tables.params(c.option).leaf.min() if c.pp > 1 else total.leaf
+                least = params.leaf.min() if c.pp > 1 else params.leaf.sum()
                 if least:
                     found[row] += at_least(self._team("gather", int(i)), least)
         return found[which]

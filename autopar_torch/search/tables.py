@@ -40,14 +40,6 @@ class Params(NamedTuple):
     each: list[tuple[float, ...]]
 
 
-class Totals(NamedTuple):
-    """Some of `Params`, of all blocks."""
-
-    trained: float
-    leaf: float
-    number: float
-
-
 class Blocks(NamedTuple):
     """Per block, one micro-batch on one device."""
 
@@ -77,7 +69,6 @@ class Tables:
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
         self._ends: dict[tuple[object, ...], list[float]] = {}
         self._messages: dict[tuple[int, int, int], Array] = {}
-        self._totals: dict[int, Totals] = {}
         self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
         self._free_cuts: dict[tuple[object, ...], FreeCuts] = {}
         self.programs = [self._programs(option) for option in options]
@@ -105,7 +96,7 @@ class Tables:
         op = "scatter" if c.zero else "sum"
         if self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp).core > BUSY:
             return BUCKET_BYTES
-        quarter = self.totals(c.option).trained / c.pp / 4
+        quarter = self.params(c.option).trained.sum() / c.pp / 4
         return int(min(max(quarter, SMALL_BYTES), BUCKET_BYTES))
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
@@ -117,13 +108,6 @@ class Tables:
             seconds = [known[size] for size in sizes.ravel().tolist()]
             self._messages[key] = np.array(seconds).reshape(sizes.shape)
         return self._messages[key]
-
-    def totals(self, option: int) -> Totals:
-        if option not in self._totals:
-            params = self.params(option)
-            sums = (float(column.sum()) for column in (params.trained, params.leaf, params.number))
-            self._totals[option] = Totals(*sums)
-        return self._totals[option]
 
     def hops(self, tp: int, pp: int, num_stages: int) -> list[tuple[Curve, NDArray[np.int64]]]:
         """The distinct lines between neighbours of a pipeline, and after which stages each lies."""
