@@ -23,7 +23,7 @@ from .run import agree, doors, fallback, shardings, tracing, verify, world
 from .run.materialize import full_values
 from .run.model import ParallelModel
 from .run.randomness import untouched
-from .search.best import KEPT, Outcome
+from .search.best import KEPT, Result
 from .search.explain import summary
 from .search.space import Constraints
 from .search.why import Case
@@ -110,7 +110,7 @@ def plan(
     precision: Precision | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
-) -> Outcome:
+) -> Result:
     """The fastest plan for machines that need not be here: `.plan`, and how it was found.
 
     Nothing is run and nothing started: the model may be on `meta`, `example_inputs` may be a batch
@@ -326,7 +326,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
     buffers = dict(parallel.module.named_buffers())
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
                           max(KEPT, asked.confirm))
-    for plan in (found.plan, *(choice.plan for choice in found.others)):
+    for plan in (choice.plan for choice in found.choices):
         verify.check(plan, traced)  # what is kept of an earlier run is a file as others are
     if asked.confirm > 0:
         found = confirmed(parallel, found, asked.confirm, traced, call, tensors)

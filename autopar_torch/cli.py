@@ -123,10 +123,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         return _show(json.loads(files.encode(found)))
     print("      step     memory per device")
-    print(line(found, found.step_s))
-    for choice in found.others[: options.top - 1]:
+    for choice in found.choices[: options.top]:
         print(line(choice, found.step_s))
-    print(f"search: {found.result.how_exact}, in {found.result.seconds * 1e3:.0f} ms")
+    print(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
     return 0
 
 

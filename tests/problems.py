@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from autopar_torch.plan import Sharding
@@ -49,6 +51,32 @@ def problem(seed: int) -> Problem:
     )  # type: ignore[arg-type]
 
 
+def unshared(seed: int) -> tuple[ModelGraph, list[Option], Lookup]:
+    """Seven blocks with two weights each on four devices of one node, which share nothing."""
+    draw = random.Random(seed)
+    shapes, x = [(256, 64), (64, 16)], TensorInfo((ROWS, 64), "float32", True)
+    weights = {f"w_{i}": TensorInfo(shape, "float32", True) for i, shape in enumerate(shapes)}
+    kinds = {k: Kind(k, {"x0": x}, {}, weights, {"y0": x}, 1, 1.0) for k in ("k0", "k1")}
+    blocks = tuple(
+        Block(f"b{i}", draw.choice(list(kinds)), {"x0": f"v{i - 1}"} if i else {}, {},
+              {slot: f"p{i}{slot}" for slot in weights}, {"y0": f"v{i}"}) for i in range(7))
+    params = {name: ParamInfo(weights[slot].shape, "float32", True)
+              for block in blocks for slot, name in block.params.items()}
+    forms = {"w_0": "S0|S0", "w_1": "S0|S0", "x0": "R|R", "y0": "R|R"}
+    split = {k: Sharding(k, (2,), {"o": "S0"}, forms) for k in kinds}
+    options = [Option((), (None,) * 7), Option((2,), tuple(split[b.kind] for b in blocks))]
+    cells = [replace(cell, pieces=tuple(replace(p, added_s=draw.choice([-1e-3, 2e-3]))
+                                        for p in cell.pieces))
+             for k in kinds for own in (None, split[k]) for cell in _cells(draw, k, own)]
+    over = Overheads(update_s_per_byte=1e-8, update_s_per_tensor=1e-4, step_s=1e-3, action_s=1e-3,
+                     micro_batch_s=2e-3, add_s_per_byte=1e-7, copy_s_per_byte=1e-9,
+                     cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)
+    cluster = Cluster(((Device("d", 1e9, 1e9, 10**9),) * 4,), Link(1e-4, 1e7), Link(1e-3, 1e6))
+    near = Curve("send", cluster.place((0, 1)), ((8.0, 1e-4), (1e5, 1e-2)), held=0.3)
+    found = Profile(cluster, tuple(cells), (near,) * draw.choice([0, 1]), over, assumed=True)
+    return ModelGraph(kinds, blocks, params, {"loss": "v6"}), options, lookup(found)
+
+
 def _model(draw: random.Random, num_kinds: int,
            num_blocks: int) -> tuple[list[str], ModelGraph]:
     x = TensorInfo((ROWS, draw.choice([8, 64])), "float32", True)
@@ -78,7 +106,7 @@ def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Ce
             Piece(n, base * n, (back * base + extra) * n, (early * back * base + extra) * n,
                   late * back * base * n, comm, comm * (2 if again else 1), 256.0 * n,
                   (256.0 if again else kept) * n, 600.0 * n, 700.0 * n,
-                  stash_bytes=1.2 * kept * n)
+                  added_s=(early - 0.6) * base * n, stash_bytes=1.2 * kept * n)
             for n in (1, 16)
         )
         found.append(Cell(kind, cell_key(sharding, again), pieces))

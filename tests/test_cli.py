@@ -84,8 +84,8 @@ def test_plan_writes_a_plan_that_simulate_and_explain_read(
 def test_stdout_is_one_json_object(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *given, "--json", "--global_batch_size", "32", "--pin", "tp=2"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["plan"]["replicas"][0]["stages"][0]["mesh"] == [2]
-    assert found["result"]["gap"] == 0
+    assert found["choices"][0]["plan"]["replicas"][0]["stages"][0]["mesh"] == [2]
+    assert found["gap"] == 0
 
 
 def test_run_leaves_what_follows_as_it_is(

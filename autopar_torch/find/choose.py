@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from .. import files
@@ -20,7 +20,7 @@ from ..errors import FileError
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
-from ..search.best import KEPT, SAFETY, Choice, Outcome, search, varied
+from ..search.best import KEPT, SAFETY, Choice, Result, search, varied
 from ..search.space import Constraints
 from ..simulate import simulate
 from ..simulate.network import lookup
@@ -29,30 +29,30 @@ from ..trace.call import Call
 from .measuring import MOST_KEPT, Known, measure, name_noise, tell_stale
 from .session import cluster_of
 
-Noun = TypeVar("Noun", Known, Outcome)
+Noun = TypeVar("Noun", Known, Result)
 log = logging.getLogger("autopar_torch")
 DRAWS = 7  # of steps whose times vary as measured
 
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, limits: Constraints,
-           kept: int = KEPT) -> Outcome:
+           kept: int = KEPT) -> Result:
     """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
     cluster = cluster_of(world)
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     with world.doing("searching"):
-        return world.by_first(Outcome, lambda: found_before(traced.graph, known, call.num_rows,
+        return world.by_first(Result, lambda: found_before(traced.graph, known, call.num_rows,
                                                             limits, kept))
 
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
-                  kept: int) -> Outcome:
+                  kept: int) -> Result:
     """An equal question has an equal answer, which the cache may know."""
     key = _hashed(files.encode(graph), files.encode(known), files.encode(limits),
                   f"{num_rows} {kept} {_sources()}".encode())
     path = cache_path(f"plan-{key}")
-    found = _load(path, Outcome)
+    found = _load(path, Result)
     if found is None:
         found = best(graph, known, num_rows, limits, kept)
         _keep(found, path)
@@ -62,7 +62,7 @@ def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constra
 
 
 def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
-         kept: int = KEPT) -> Outcome:
+         kept: int = KEPT) -> Result:
     """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
     Where nothing was measured, the engine would only repeat the walk. What the search took to fit,
@@ -70,19 +70,20 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     """
     looked_at = kept if known.profile.assumed else max(kept, MOST_KEPT)
     result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=looked_at)
-    choices = [result.best, *result.runners_up]
+    choices = list(result.choices)
     if not known.profile.assumed:
         choices = _simulated(varied(choices, kept), graph, known.profile, num_rows)
         room = limits.room(known.profile.cluster)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > room:
-            less = msgspec.structs.replace(limits, memory_bytes=int(room * room / least))
+            less = replace(limits, memory_bytes=int(room * room / least))
             return best(graph, known, num_rows, less, kept)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
-    first, *others = sorted(varied(choices, kept), key=lambda c: c.step_s)
+        choices.sort(key=lambda c: c.step_s)
+    first, *others = choices[:kept]
     reason = f"fastest of {result.considered} candidates"
-    plan = msgspec.structs.replace(first.plan, reason=reason)
-    return Outcome(plan, first.step_s, first.memory_bytes, result, tuple(others))
+    named = replace(first, plan=replace(first.plan, reason=reason))
+    return replace(result, choices=(named, *others))
 
 
 def _simulated(choices: Sequence[Choice], graph: ModelGraph, profile: Profile,
@@ -153,7 +154,7 @@ def _load(path: Path, kind: type[Noun]) -> Noun | None:
         return None
 
 
-def _keep(found: Known | Outcome, path: Path) -> None:
+def _keep(found: Known | Result, path: Path) -> None:
     try:
         files.save(found, path)
     except (FileError, OSError) as error:

@@ -18,7 +18,7 @@ from ..measure.stats import paced_medians
 from ..run.materialize import full_values
 from ..run.model import ParallelModel
 from ..run.world import World
-from ..search.best import Choice, Outcome, varied
+from ..search.best import Choice, Result, varied
 from ..shard.watch import between, stamp
 from ..trace import Traced
 from ..trace.call import Call
@@ -99,19 +99,14 @@ class _PlanTrial:
         self.seconds.append(between(start, stamp()))
 
 
-def confirmed(parallel: ParallelModel, found: Outcome, count: int, traced: Traced, call: Call,
-              tensors: Sequence[Tensor]) -> Outcome:
+def confirmed(parallel: ParallelModel, found: Result, count: int, traced: Traced, call: Call,
+              tensors: Sequence[Tensor]) -> Result:
     """The same search with its first `count` plans in the order of the clock."""
-    first = Choice(found.plan, found.step_s, found.memory_bytes)
-    tried = varied((first, *found.others), count)
+    tried = varied(found.choices, count)
     trials = [_PlanTrial(parallel, choice, traced, call, tensors) for choice in tried]
     rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
     times = paced_medians(rounds_s)
     order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))
-    rest = [choice for choice in found.others if choice not in tried]
-    others = (*(tried[i] for i in order[1:]), *rest)
-    best = tried[order[0]]
-    return msgspec.structs.replace(
-        found, plan=best.plan, step_s=best.step_s, memory_bytes=best.memory_bytes, others=others,
-        measured=tuple(times[i] for i in order),
-    )
+    rest = [choice for choice in found.choices if choice not in tried]
+    return msgspec.structs.replace(found, choices=(*(tried[i] for i in order), *rest),
+                                   measured=tuple(times[i] for i in order))

@@ -130,7 +130,7 @@ def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_r
             found = search(graph, options, lookup(profile), num_rows, limits,
                            kept=MOST_KEPT)
             most_s = found.best.step_s * factor
-            close = [c.plan for c in (found.best, *found.runners_up) if c.step_s <= most_s]
+            close = [c.plan for c in found.choices if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
             log.debug("profile: no plan to look at more closely: %s", error)
     return world.told(close, list[Plan])

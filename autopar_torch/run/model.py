@@ -15,7 +15,7 @@ from ..errors import PlanError, RunError
 from ..guards import Guards
 from ..model import ModelGraph
 from ..plan import Plan, check_joint, peers
-from ..search.best import Outcome
+from ..search.best import Result
 from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
@@ -65,7 +65,7 @@ class ParallelModel(nn.Module):
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
-        self.found: Outcome | None = None  # the search behind the plan, if there was one
+        self.found: Result | None = None  # the search behind the plan, if there was one
         self.num_steps = 0  # of training that have begun
         self.same_batch = SameBatch(world, self.guards.batches)
         self.non_finite = NonFinite(world, self.guards.nan)

@@ -11,7 +11,6 @@ from typing import Annotated, NamedTuple, cast
 
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from ..errors import SearchError
 from ..limits import Amount, Index, Seconds
@@ -19,7 +18,7 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup
 from .borders import FreeCuts, cuts, even
-from .bounds import Bounded
+from .bounds import ROUNDING, Bounded
 from .evaluate import Found, Pricer
 from .floors import floors
 from .misses import nothing_fits
@@ -27,8 +26,7 @@ from .space import Candidate, Candidates, Constraints, Option, as_plan, candidat
 from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
-ROUNDING = 1 + 1e-9  # a bound and a price may round differently; ties are decided by `order`
-FIRST = 512  # candidates whose bounds are worked out at first; then ever twice as many
+FIRST = 512  # candidates whose memory is looked at first; then ever twice as many
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
 SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
@@ -55,16 +53,36 @@ def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True):
-    """The best plan, the next ones, and how the rest was dealt with."""
+    """The fastest plan, the next ones, and how the rest was dealt with."""
 
-    best: Choice
-    runners_up: tuple[Choice, ...]
+    choices: Annotated[tuple[Choice, ...], Meta(min_length=1)]  # the fastest first
     considered: Index
     discarded: dict[str, Index]  # rule -> candidates
     priced: Index  # candidates with borders
     # 0: proven; else how much faster some plan not looked at could be.
     gap: Annotated[float, Meta(ge=0.0, le=1.0)]
     seconds: Seconds
+    measured: tuple[Seconds, ...] = ()  # of real steps of the first plans, where confirmed
+
+    @property
+    def best(self) -> Choice:
+        return self.choices[0]
+
+    @property
+    def others(self) -> tuple[Choice, ...]:
+        return self.choices[1:]
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+    @property
+    def step_s(self) -> float:
+        return self.best.step_s
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.best.memory_bytes
 
     @property
     def how_exact(self) -> str:
@@ -98,19 +116,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
                        grad_dtype=limits.grad_dtype), f.step_s, f.memory_bytes)
         for f in hunt.best
     )
-    return Result(choices[0], choices[1:], len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
+    return Result(choices, len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
                   time.perf_counter() - start)
-
-
-class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
-    """A search that is over, its best plans in the order of the engine."""
-
-    plan: Plan
-    step_s: Seconds
-    memory_bytes: Amount
-    result: Result
-    others: tuple[Choice, ...] = ()
-    measured: tuple[Seconds, ...] = ()  # seconds of real steps of the first plans, where confirmed
 
 
 class _Cuts(NamedTuple):
@@ -122,14 +129,11 @@ class _Cuts(NamedTuple):
 
 
 class _Queue:
-    """Candidates by increasing bound of time. Bounds are worked out in the order of rough ones, and
-    no further than needed: nobody who is left is faster than its rough bound."""
+    """Candidates by increasing bound of time, of those that memory may hold."""
 
     def __init__(self, bounded: Bounded, step: int) -> None:
         self.bounded, self.step = bounded, step
-        rough = bounded.rough()
-        self.order = np.argsort(rough, kind="stable")
-        self.rough = rough[self.order]
+        self.order = np.argsort(bounded.seconds, kind="stable")
         self.known = self.killed = 0  # looked at; of these, killed by their bound of memory
         self.heap: list[tuple[float, int]] = []
 
@@ -139,20 +143,17 @@ class _Queue:
     def pop(self) -> tuple[float, int] | None:
         """The least bound, None at the end."""
         while self.known < len(self.order) and (
-            not self.heap or self.heap[0][0] >= self.rough[self.known]
+            not self.heap or self.heap[0][0] >= self.bounded.seconds[self.order[self.known]]
         ):
-            self._look_at(self.order[self.known : self.known + self.step])
+            chosen = self.order[self.known : self.known + self.step]
+            possible = self.bounded.possible(chosen)
+            self.known += len(chosen)
+            self.killed += len(chosen) - len(possible)
+            self.heap += zip(self.bounded.seconds[possible].tolist(), possible.tolist(),
+                             strict=True)
+            heapq.heapify(self.heap)
             self.step *= 2
         return heapq.heappop(self.heap) if self.heap else None
-
-    def _look_at(self, chosen: NDArray[np.int64]) -> None:
-        possible = self.bounded.possible(chosen)
-        self.known += len(chosen)
-        self.killed += len(chosen) - len(possible)
-        if len(possible):
-            seconds = self.bounded.seconds(possible)
-            self.heap += zip(seconds.tolist(), possible.tolist(), strict=True)
-            heapq.heapify(self.heap)
 
 
 class _Hunt:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..profile import Curve
-from ..simulate.walk import Pipeline
+from ..simulate.walk import WORKS, Pipeline
 from .memory import Memory, staying
 from .space import Candidate
 from .tables import Array, Blocks, Tables
 
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)  # rows of Blocks
+FORWARD, BACKWARD, INPUT, WEIGHT, FIRST_B, FIRST_W, LAST_B, LAST_W = range(WORKS)
 
 
 class Found(NamedTuple):
@@ -35,9 +34,20 @@ class Found(NamedTuple):
 class Parts(NamedTuple):
     """Of several cuts of a candidate."""
 
-    work: Array  # forward, backward, input, weight; cut; stage
+    work: Array  # fields of `Pipeline`; cut; stage
     send: Array  # cut; border between two stages
     back: Array
+    held: Array  # cut; stage: how long sending its gradients back holds it up
+    begin: Array  # cut; position: what comes before its schedule
+    update: Array  # cut; position: what comes after all are done
+
+    def busy(self, c: Candidate) -> Array:
+        """Cut x stage: seconds that it computes and exchanges in all."""
+        m, halved = c.micro_batches, np.array([c.halved(s) for s in range(c.stages())])
+        whole, split = halved < m, halved > 0  # the first backward, the last one
+        times = np.array([0 * halved + m, m - halved - whole - ~split, halved,
+                          halved - ~whole - split, whole, ~whole, ~split, split], dtype=float)
+        return np.einsum("ws,wcs->cs", times, self.work)
 
 
 class Pricer:
@@ -50,49 +60,92 @@ class Pricer:
         self.rows = c.rows(num_rows)
         self.over = tables.profile.profile.overheads
         self.params = tables.params(c.option)
+        self.bucket = tables.bucket_bytes(c)
+        self.op = "scatter" if c.zero else "sum"
+        blocks, gathers = tables.blocks(c.option, self.rows, c.recompute), gathering(tables, c)
+        if c.zero == 3:
+            leaf = self.params.leaf
+            blocks = blocks._replace(
+                forward=blocks.forward + gathers, backward=blocks.backward + gathers,
+                input=blocks.input + gathers, working=leaf + np.maximum(leaf, blocks.working))
+        stays = staying(c.zero, c.dp) * (c.micro_batches > 1)  # to be added to
+        adding = stays * self.over.add_s_per_byte * self.params.trained
+        added = stays * (self.params.trained > 0) * blocks.added
+        work = self._works(blocks, adding, added)
         split = c.schedule == "zero_bubble"
-        blocks = with_gathers(tables, c, tables.blocks(c.option, self.rows, c.recompute))
-        work = np.array(blocks[:4])
-        work[[_BACKWARD, _WEIGHT]] += per_micro_batch(tables, c)
-        if c.schedule == "1f1b" and c.recompute:  # see `Plan.whole`
-            work[_INPUT], work[_WEIGHT] = work[_BACKWARD], 0.0
-        self.seconds = work[_FORWARD] + (work[_INPUT] + work[_WEIGHT] if split
-                                         else work[_BACKWARD])
-        self.work = np.zeros((4, work.shape[1] + 1))
-        np.cumsum(work, axis=1, out=self.work[:, 1:])
+        self.seconds = work[FORWARD] + (work[INPUT] + work[WEIGHT] if split else work[BACKWARD])
+        self.work, self.adding = _sums(work), _sums(adding)
         ahead = tables.sends(c.option, self.rows)[0]
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
                          (c.dp, c.pp, c.zero) if c.zero >= 2 else None)
-        self.bucket = tables.bucket_bytes(c)
-        self.op = "scatter" if c.zero else "sum"
         self.programs = tables.programs[c.option][1]
-        self._lags: dict[tuple[object, ...], float] = {}
-        self._weighed: dict[tuple[int, ...], tuple[Parts, int, float]] = {}
+        self._lags: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._weighed: dict[tuple[int, ...], tuple[Parts, int]] = {}
         self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket,
                              tables.halved)
-        self.closing = after(tables, c)
-        self.trained, self.leaf = _sums(self.params.trained), _sums(self.params.leaf)
+        world = self.tp * c.pp * c.dp
+        self.loss_s = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
+        byte_s = self.over.update_s_per_byte / (c.dp if c.zero else 1)
+        self.update = _sums(byte_s * self.params.trained
+                            + self.over.update_s_per_tensor * self.params.number)
+        self.leaf = _sums(self.params.leaf)
+
+    def _works(self, blocks: Blocks, adding: Array, added: Array) -> Array:
+        """Fields of `Pipeline` per block. Gradients are added to those that are there. ZeRO 2 and 3
+        sum them at once, but for the last ones of ZeRO 2: these, and all others, are only packed,
+        and summed beside the backward."""
+        c, sums, more = self.candidate, summing(self.tables, self.candidate), adding + added
+        packing = self.over.packing(self.op) if c.dp > 1 else 0.0
+        last = sums if c.zero == 3 else packing * self.params.trained
+        early, late = blocks.input, blocks.weight
+        if c.schedule == "1f1b" and c.recompute:  # see `Plan.whole`
+            early, late = blocks.backward, np.zeros(len(sums))
+        return np.array([blocks.forward, blocks.backward + more + sums, early, late + adding + sums,
+                         blocks.backward + sums, late + sums, blocks.backward + more + last,
+                         late + adding + last])
 
     def price(self, borders: tuple[int, ...], memory_bytes: float | None = None) -> Found:
-        last = self.summed(self.pipeline(borders), borders)
+        last = self.summed(borders)
         memory = self.peak(borders) if memory_bytes is None else memory_bytes
-        return Found(float(self.outside_of(borders) + last), memory, self.candidate, borders)
+        return Found(last + self.closing(borders), memory, self.candidate, borders)
 
-    def summed(self, pipe: Pipeline, borders: tuple[int, ...]) -> float:
+    def closing(self, borders: tuple[int, ...]) -> float:
+        """The loss is summed over everyone, then the optimizer runs."""
+        parts, i = self._known(borders)
+        return self.loss_s + float(parts.update[i].max())
+
+    def begins(self, borders: tuple[int, ...]) -> tuple[float, ...]:
+        """When every position begins with its schedule."""
+        parts, i = self._known(borders)
+        return tuple(parts.begin[i].tolist())
+
+    def ends(self, borders: tuple[int, ...]) -> list[float]:
+        """When every stage has done its last backward."""
+        c, pipe = self.candidate, self.pipeline(borders)
+        return self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual, self.begins(borders))
+
+    def summed(self, borders: tuple[int, ...]) -> float:
         """When all gradients are there and summed."""
-        c, stages = self.candidate, list(pairwise(borders))
-        stops = self.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
-        return max(self._reduced(stop, stages[p], p) for p, stop in enumerate(stops))
+        ends, stages, pp = self.ends(borders), list(pairwise(borders)), self.candidate.pp
+        if self.candidate.dp == 1 or self.candidate.zero == 3:
+            return max(ends)
+        parts, i = self._known(borders)
+        held = [0.0 if self.candidate.halved(s) else h
+                for s, h in enumerate(parts.held[i].tolist())]
+        found = max(ends)
+        for position in range(pp):
+            done = -np.inf
+            for s in reversed(range(position, len(stages), pp)):  # later stages are done first
+                lag, total = self._lag(stages[s], s)
+                done = max(done + total, ends[s] - held[s] + lag)
+            found = max(found, done)
+        return float(found)
 
-    def busy(self, pipe: Pipeline) -> list[float]:
+    def busy(self, borders: tuple[int, ...]) -> list[float]:
         """Seconds that each stage computes and exchanges in all."""
-        m, found = self.candidate.micro_batches, []
-        works = zip(*pipe[: _WEIGHT + 1], strict=True)
-        for s, (forward, backward, early, late) in enumerate(works):
-            halved = self.candidate.halved(s)
-            found.append(m * forward + (m - halved) * backward + halved * (early + late))
-        return found
+        parts, i = self._known(borders)
+        return parts.busy(self.candidate)[i].tolist()
 
     def peak(self, borders: Sequence[int]) -> float:
         stages = list(pairwise(borders))
@@ -101,133 +154,121 @@ class Pricer:
 
     # --- time -----------------------------------------------------------------------------------
 
-    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> tuple[Parts, list[float]]:
-        """Parts of several cuts and what is outside; kept for whoever prices one of them."""
-        borders = np.array(cuts)
-        parts, outside = self.parts(borders), self.outside(borders)
-        self._weighed |= {cut: (parts, i, outside[i]) for i, cut in enumerate(cuts)}
-        return parts, outside
+    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> Parts:
+        """Parts of several cuts; kept for whoever prices one of them."""
+        parts = self.parts(np.array(cuts))
+        self._weighed |= {cut: (parts, i) for i, cut in enumerate(cuts)}
+        return parts
 
-    def _known(self, borders: tuple[int, ...]) -> tuple[Parts, int, float]:
+    def _known(self, borders: tuple[int, ...]) -> tuple[Parts, int]:
         if borders not in self._weighed:
             self.weighed([borders])
         return self._weighed[borders]
 
     def pipeline(self, borders: tuple[int, ...]) -> Pipeline:
-        parts, i, _ = self._known(borders)
-        forward, backward, early, late = map(tuple, parts.work[:, i].tolist())
-        send, back = tuple(parts.send[i].tolist()), tuple(parts.back[i].tolist())
-        return Pipeline(forward, backward, early, late, (*send, 0.0), (0.0, *back))
+        parts, i = self._known(borders)
+        work, send, back = (part.tolist() for part in (parts.work[:, i], parts.send[i],
+                                                       parts.back[i]))
+        return Pipeline._make([*map(tuple, work), (*send, 0.0), (0.0, *back)])
 
     def parts(self, borders: NDArray[np.int64]) -> Parts:
-        """Seconds of every stage, and of the messages between stages, for some cuts (rows)."""
+        """Seconds of every stage and position, and of the messages between stages, for some cuts
+        (rows)."""
         c, over = self.candidate, self.over
         work = np.diff(self.work[:, borders], axis=2)
-        work[_FORWARD] += over.action_s
-        work[_FORWARD][:, : c.pp] += over.micro_batch_s  # later stages of a position find it done
+        work[FORWARD] += over.action_s
+        work[FORWARD][:, : c.pp] += over.micro_batch_s  # later stages of a position find it done
         send, back = np.zeros((2, len(borders), c.stages() - 1))
+        held = np.zeros((len(borders), c.stages()))
         for curve, s in self.tables.hops(self.tp, c.pp, c.stages()) if c.pp > 1 else ():
             ahead, answer = self.tables.message(c.option, self.rows, curve)
             there, here = ahead[borders[:, s + 1]], answer[borders[:, s + 1]]
             for side in (s, s + 1) if curve.held else ():  # part of it holds up both ranks
-                work[_FORWARD][:, side] += curve.held * there
-                work[_BACKWARD : _INPUT + 1, :, side] += curve.held * here
+                work[FORWARD][:, side] += curve.held * there
+                for part in (BACKWARD, INPUT, FIRST_B, LAST_B):
+                    work[part][:, side] += curve.held * here
+            held[:, s + 1] = curve.held * here
             send[:, s], back[:, s] = (1 - curve.held) * there, (1 - curve.held) * here
-        return Parts(work, send, back)
-
-    def outside(self, borders: NDArray[np.int64]) -> list[float]:
-        """Per cut: what comes before the pipeline and after it. ZeRO 1 and 2 gather the parameters;
-        the loss is summed over everyone, then the optimizer runs."""
-        c, over = self.candidate, self.over
-        trained, leaf = (_largest(total, borders, c.pp) for total in (self.trained, self.leaf))
-        seconds = [over.step_s + self.closing(size) for size in trained]
+        begin = np.full((len(borders), c.pp), over.step_s)
         if c.zero in (1, 2):
-            curve = self.tables.curve("gather", 0, c.pp * self.tp, c.dp)
-            seconds = [s + curve.seconds(size) + size * over.fill_s_per_byte
-                       for s, size in zip(seconds, leaf, strict=True)]
-        return seconds
+            begin += self._gathering(borders)
+        return Parts(work, send, back, held, begin, self._by_position(self.update, borders))
 
-    def outside_of(self, borders: tuple[int, ...]) -> float:
-        return self._known(borders)[2]
+    def _by_position(self, sums: Array, borders: NDArray[np.int64]) -> Array:
+        """Cut x position: of something that adds up."""
+        return np.diff(sums[borders], axis=1).reshape(len(borders), -1, self.candidate.pp).sum(
+            axis=1)
 
-    def _reduced(self, stop: float, stage: tuple[int, int], position: int) -> float:
-        """When the sums of a position are there."""
-        c = self.candidate
-        if c.dp == 1 or c.zero == 3:
-            return stop
-        curve = self.tables.curve(self.op, position * self.tp, c.pp * self.tp, c.dp)
-        part, (first, end) = _WEIGHT if c.halved(position) else _BACKWARD, stage
-        sizes = self.params.trained[first:end].tolist()
-        key = (id(curve), part, self.programs[first:end].tobytes(), *sizes)
+    def _gathering(self, borders: NDArray[np.int64]) -> Array:
+        """ZeRO 1 and 2 gather the parameters of a position."""
+        sizes = self._by_position(self.leaf, borders)
+        curve = self.tables.curve("gather", 0, self.candidate.pp * self.tp, self.candidate.dp)
+        known = {size: curve.seconds(size) if size else 0.0 for size in set(sizes.ravel().tolist())}
+        seconds = [known[size] for size in sizes.ravel().tolist()]
+        return np.array(seconds).reshape(sizes.shape) + sizes * self.over.fill_s_per_byte
+
+    def _lag(self, stage: tuple[int, int], index: int) -> tuple[float, float]:
+        """Of the sums of a stage: by how much the last one ends after its last backward, and their
+        seconds. Buckets leave as that backward, or the second part of it, fills them."""
+        c, (first, end) = self.candidate, stage
+        part = LAST_W if c.halved(index) else LAST_B
+        curve = self.tables.curve(self.op, index % c.pp * self.tp, c.pp * self.tp, c.dp)
+        key = (id(curve), part, self.programs[first:end].tobytes(),
+               self.params.trained[first:end].tobytes())
         if key not in self._lags:
-            self._lags[key] = self._lag(curve, self.work[part, first:end].tolist(), sizes)
-        return stop + self._lags[key]
+            starts = (self.work[part] - self.adding)[first:end].tolist()  # adding comes before all
+            done, total = -np.inf, 0.0
+            for i, size in buckets(self.params.each[first:end], self.bucket, c.zero >= 2):
+                seconds = curve.seconds(size)
+                done, total = max(done, starts[0] - starts[i]) + seconds, total + seconds
+            self._lags[key] = float(done), total
+        return self._lags[key]
 
-    def _lag(self, curve: Curve, starts: Sequence[float], sizes: Sequence[float]) -> float:
-        """Buckets leave as the last backward of a stage, or the second part of it, fills them."""
-        copy_s = self.over.packing(self.op)  # it holds the backward up
-        size, packed, done = 0.0, 0.0, -np.inf
-        for i in range(len(sizes) - 1, -1, -1):
-            size += sizes[i]
-            if size and (self.candidate.zero >= 2 or size >= self.bucket or i == 0):
-                packed += size * copy_s
-                ready = starts[0] - starts[i] + packed
-                done = max(done, ready) + curve.seconds(size)
+
+def buckets(each: Sequence[tuple[float, ...]], most: float,
+            apart: bool) -> Iterator[tuple[int, float]]:
+    """Gradients of some blocks in messages, as `buckets_of` has them: (block that completes it,
+    bytes); those of a block are `apart` from those of others, or not."""
+    size = 0.0
+    rest = [i for i, sizes in enumerate(each) if sizes]
+    for i in reversed(rest):
+        for own in each[i]:
+            size += own
+            if size >= most:
+                yield i, size
                 size = 0.0
-        return max(done, packed)
-
-
-def per_micro_batch(tables: Tables, c: Candidate) -> Array:
-    """Seconds of adding a block's gradients to those that are there, and of `summing` them.
-
-    The first micro-batch adds nothing; the last sums of ZeRO 2 go on beside the backward.
-    """
-    share, trained = (c.micro_batches - 1) / c.micro_batches, tables.params(c.option).trained
-    add_s_per_byte = tables.profile.profile.overheads.add_s_per_byte
-    adding = share * staying(c.zero, c.dp) * add_s_per_byte * trained
-    return adding + summing(tables, c) * (1.0 if c.zero == 3 else share)
+        if size and (apart or i == rest[0]):
+            yield i, size
+            size = 0.0
 
 
 def summing(tables: Tables, c: Candidate) -> Array:
-    """ZeRO 2 and 3 sum gradients at once, block by block, and keep only their own part."""
-    sizes, which = tables.distinct(c.option, "trained")
+    """Seconds per block in which ZeRO 2 and 3 sum gradients at once, and keep their own part."""
+    each = tables.params(c.option).each
     if c.zero < 2 or c.dp == 1:
-        return np.zeros(len(which))
+        return np.zeros(len(each))
     curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
-    over = tables.profile.profile.overheads
+    over, most = tables.profile.profile.overheads, tables.bucket_bytes(c)
     byte_s = over.packing("scatter")
-    seconds = [curve.seconds(n) + n * byte_s if n else 0.0 for n in sizes]
-    return np.array(seconds)[which]
+    known = {sizes: sum(curve.seconds(size) + size * byte_s
+                        for _, size in buckets([sizes], most, True)) for sizes in set(each)}
+    return np.array([known[sizes] for sizes in each])
 
 
-def with_gathers(tables: Tables, c: Candidate, blocks: Blocks) -> Blocks:
-    """ZeRO 3 gathers every block before it runs, forward and backward."""
+def gathering(tables: Tables, c: Candidate) -> Array:
+    """Seconds per block in which ZeRO 3 gathers it before it runs, forward and backward."""
+    leaf = tables.params(c.option).leaf
     if c.zero < 3 or c.dp == 1:
-        return blocks
-    leaf, (sizes, which) = tables.params(c.option).leaf, tables.distinct(c.option, "leaf")
+        return np.zeros(len(leaf))
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
     over = tables.profile.profile.overheads
-    known = [curve.seconds(n) + n * over.fill_s_per_byte if n else 0.0 for n in sizes]
-    seconds = np.array(known)[which]
-    return blocks._replace(forward=blocks.forward + seconds, backward=blocks.backward + seconds,
-                           input=blocks.input + seconds,
-                           working=leaf + np.maximum(leaf, blocks.working))
-
-
-def after(tables: Tables, c: Candidate) -> Callable[[float], float]:
-    """The loss is summed over everyone, then the optimizer runs: seconds by bytes of a device."""
-    over, world = tables.profile.profile.overheads, tables.options[c.option].degree * c.pp * c.dp
-    seconds = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
-    seconds += tables.totals(c.option).number / c.pp * over.update_s_per_tensor
-    byte_s = over.update_s_per_byte / (c.dp if c.zero else 1)
-    return lambda trained: seconds + trained * byte_s
-
-
-def _largest(total: Array, borders: NDArray[np.int64], pp: int) -> list[float]:
-    """Per cut: most of something that one position has."""
-    parts = np.diff(total[borders], axis=1)
-    return parts.reshape(len(borders), -1, pp).sum(axis=1).max(axis=1).tolist()
+    known = {size: curve.seconds(size) + size * over.fill_s_per_byte if size else 0.0
+             for size in set(leaf.tolist())}
+    return np.array([known[size] for size in leaf.tolist()])
 
 
 def _sums(values: Array) -> Array:
-    return np.concatenate([[0.0], np.cumsum(values)])
+    """Of the blocks before each border, along the last axis."""
+    found = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=found[..., 1:])
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from ..plan import Plan
-from .best import Choice, Outcome
+from .best import Choice, Result
 
 MIB = 2**20
 
@@ -32,21 +32,20 @@ def _sizes(plan: Plan) -> list[str]:
     return [f"{count}x{size}" if count > 1 else str(size) for size, count in runs]
 
 
-def line(choice: Choice | Outcome, best_s: float) -> str:
+def line(choice: Choice, best_s: float) -> str:
     """A plan with its figures beside the best."""
     slower = choice.step_s / best_s - 1
     return (f"{choice.step_s * 1e3:9.2f} ms  {choice.memory_bytes / MIB:9.1f} MiB  "
             f"{f'{slower:+.1%}' if slower else 'best':>8}  {short(choice.plan)}")
 
 
-def summary(found: Outcome, num_others: int = 4) -> str:
+def summary(found: Result, num_others: int = 4) -> str:
     """One screen: the plan, the prediction, the runners-up, how exact."""
-    rows = [line(found, found.step_s)]
-    rows += [line(choice, found.step_s) for choice in found.others[:num_others]]
+    rows = [line(choice, found.step_s) for choice in found.choices[: 1 + num_others]]
     lines = [f"plan: {short(found.plan)}", "predicted step, memory per device:"]
     lines += [f"  {row}" for row in rows]
     if found.measured:
         shown = ", ".join(f"{s * 1e3:.2f} ms" for s in found.measured)
         lines.append(f"  confirmed by real steps: {shown}")
-    lines.append(f"search: {found.result.how_exact}, in {found.result.seconds * 1e3:.0f} ms")
+    lines.append(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
     return "\n".join(lines)

@@ -6,50 +6,60 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .evaluate import Parts, Pricer
+from .evaluate import FIRST_B, FORWARD, INPUT, LAST_B, LAST_W, Parts, Pricer
 from .tables import Array
 
 
 def floors(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Per cut: no step with these borders is shorter. `bounds` proves the same for all cuts."""
-    parts, outside = pricer.weighed(cuts)
-    return _inside(pricer, parts) + np.array(outside)
+    parts = pricer.weighed(cuts)
+    outside = parts.begin.min(axis=1) + pricer.loss_s + parts.update.max(axis=1)
+    return _inside(pricer, parts) + outside
 
 
 def _inside(pricer: Pricer, parts: Parts) -> Array:
-    c, (f, b, i, w) = pricer.candidate, parts.work
+    c, work, busy = pricer.candidate, parts.work, parts.busy(pricer.candidate)
+    f, i = work[FORWARD], work[INPUT]
     p, m = c.pp, c.micro_batches
     there, back = parts.send.sum(axis=1), parts.back.sum(axis=1)
-    whole = (f + b).sum(axis=1)
     if p == 1:
-        return m * whole
-    ahead = np.minimum(m, p - np.arange(p))
+        return busy[:, 0]
+    begun = work[FIRST_B] if m > 1 else work[LAST_B]  # the first backward of all
     if c.schedule == "gpipe":
-        return whole + there + back + (m - 1) * (f.max(axis=1) + b.max(axis=1))
+        late = _behind(begun) + busy - m * f + _before(work[LAST_B])
+        return f.sum(axis=1) + (m - 1) * f.max(axis=1) + there + back + late.max(axis=1)
+    ahead = np.minimum(m, p - np.arange(p))
     if c.schedule == "1f1b":
         halved = np.array([c.halved(s) for s in range(p)])
-        first, last = np.where(halved < m, b, i), np.where(halved == 0, b, i)
-        behind = first.sum(axis=1, keepdims=True) - first.cumsum(axis=1)
-        rest = (m - ahead) * f + (m - halved) * b + halved * (i + w) - np.where(halved, i + w, b)
-        late = (behind + rest + last.cumsum(axis=1)).max(axis=1)
-        return f.sum(axis=1) + there + back + late
+        first, last = np.where(halved < m, begun, i), np.where(halved == 0, work[LAST_B], i)
+        own = np.where(halved, i + work[LAST_W], last)
+        late = _behind(first) + busy - ahead * f - own + last.cumsum(axis=1)
+        return f.sum(axis=1) + there + back + late.max(axis=1)
     if c.schedule == "zero_bubble":
-        behind = i.sum(axis=1, keepdims=True) - i.cumsum(axis=1)
-        return f.sum(axis=1) + there + (behind + m * (f + i + w) - ahead * f).max(axis=1)
-    return _interleaved(pricer, f, b, there)
+        return f.sum(axis=1) + there + (_behind(i) + busy - ahead * f).max(axis=1)
+    return _interleaved(pricer, parts, begun)
 
 
-def _interleaved(pricer: Pricer, f: Array, b: Array, there: Array) -> Array:
+def _behind(seconds: Array) -> Array:
+    """Of all stages after each."""
+    return seconds.sum(axis=-1, keepdims=True) - seconds.cumsum(axis=-1)
+
+
+def _before(seconds: Array) -> Array:
+    return seconds.cumsum(axis=-1) - seconds
+
+
+def _interleaved(pricer: Pricer, parts: Parts, begun: Array) -> Array:
     """The first backward of position k is that of its last stage. It comes after all forwards on
     the way and the backwards behind it; by then k has done at most its warm-up, and has the rest to
     do; the last thing it does is a backward of its first stage, before which positions wait."""
-    c = pricer.candidate
+    c, f = pricer.candidate, parts.work[FORWARD]
     p, v, m = c.pp, c.virtual, c.micro_batches
-    forward, backward = f.reshape(-1, v, p), b.reshape(-1, v, p)
-    drain = backward[:, 0].cumsum(axis=1) - backward[:, 0]
-    fill = forward[:, 0].cumsum(axis=1) - forward[:, 0]
-    busy = m * (forward + backward).sum(axis=1)
-    behind = backward[:, -1].sum(axis=1, keepdims=True) - backward[:, -1].cumsum(axis=1)
+    forward, there = f.reshape(-1, v, p), parts.send.sum(axis=1)
+    drain = _before(parts.work[LAST_B][:, :p])
+    fill = _before(forward[:, 0])
+    busy = parts.busy(c).reshape(-1, v, p).sum(axis=1)
+    behind = _behind(begun[:, -p:])
     warm = np.minimum(2 * (p - np.arange(p) - 1) + (v - 1) * p + 1, m * v)
     rounds, rest = np.divmod(warm, p * v)
     done = rounds * p * forward.sum(axis=1)

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .space import Candidate
+from ..simulate.memory import STATES
+from .space import SCHEDULES, Candidate
 from .tables import Array, Blocks, Ints, Params
-
-STATES = 2  # moments that an Adam keeps of a parameter
 
 
 class Memory:
@@ -35,7 +34,8 @@ class Memory:
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
         self.stays = _sums(so_far(c.zero, c.dp, params, halved))
-        self.flight = [in_flight(c, k) for k in range(c.pp)]
+        self.flight = in_flight(SCHEDULES.index(c.schedule), c.pp, c.micro_batches, c.virtual,
+                                np.arange(c.pp)).tolist()
 
     def peak(self, position: int, stages: Sequence[tuple[int, int]]) -> float:
         """Most bytes on a device of a position that holds these stages."""
@@ -102,17 +102,14 @@ def so_far(zero: int | Ints, dp: int | Ints, params: Params, halved: bool) -> Ar
     return np.where(zero >= 2, params.trained * staying(zero, dp), whole)
 
 
-def in_flight(c: Candidate, position: int) -> float:
-    """Micro-batches whose activations a position holds at its peak, counted per stage of it."""
-    count = c.micro_batches
-    if c.schedule == "gpipe":
-        return float(count * c.virtual)
-    if c.schedule == "zero_bubble":
-        return float(min(count, c.pp))
-    if c.schedule == "interleaved":
-        ahead = 2 * (c.pp - position - 1) + (c.virtual - 1) * c.pp + 1
-        return float(min(count * c.virtual, ahead))
-    return float(min(count, c.pp - position))
+def in_flight(schedule: int | Ints, pp: int | Ints, count: int | Ints, virtual: int | Ints,
+              position: Ints) -> Ints:
+    """Micro-batches whose activations positions hold at their peak, counted per stage of theirs."""
+    most = count * virtual
+    first = {"1f1b": pp, "gpipe": most, "zero_bubble": pp, "interleaved": (virtual + 1) * pp - 1}
+    fewer = {"1f1b": 1, "gpipe": 0, "zero_bubble": 0, "interleaved": 2}  # from position to position
+    ahead = np.choose(schedule, [first[name] - fewer[name] * position for name in SCHEDULES])
+    return np.minimum(most, ahead)
 
 
 def _sums(values: Array) -> list[float]:

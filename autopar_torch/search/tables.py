@@ -29,21 +29,15 @@ Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts th
 
 class Params(NamedTuple):
     """Per block, on one device: bytes of parameters, of those with gradients, and of their leaves
-    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many."""
+    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many;
+    and of each with gradients, in the order in which these come."""
 
     held: Array
     trained: Array
     leaf: Array
     largest: Array
     number: Array
-
-
-class Totals(NamedTuple):
-    """Some of `Params`, of all blocks."""
-
-    trained: float
-    leaf: float
-    number: float
+    each: list[tuple[float, ...]]
 
 
 class Blocks(NamedTuple):
@@ -55,7 +49,7 @@ class Blocks(NamedTuple):
     weight: Array
     kept: Array
     working: Array
-    out: Array
+    added: Array  # seconds more of a backward whose gradients are there already
     stash: Array  # the most of it that is kept where weights are put off
 
 
@@ -71,13 +65,10 @@ class Tables:
         self._columns: dict[tuple[int, int, bool], Array] = {}
         self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}
-        self._distinct: dict[tuple[int, str], tuple[list[float], NDArray[np.int64]]] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
-        self._least_sends: dict[tuple[int, int], tuple[float, ...]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
-        self._ends: dict[tuple[str, Pipeline, int, int], list[float]] = {}
+        self._ends: dict[tuple[object, ...], list[float]] = {}
         self._messages: dict[tuple[int, int, int], Array] = {}
-        self._totals: dict[int, Totals] = {}
         self._hops: dict[tuple[int, int, int], list[tuple[Curve, NDArray[np.int64]]]] = {}
         self._free_cuts: dict[tuple[object, ...], FreeCuts] = {}
         self.programs = [self._programs(option) for option in options]
@@ -105,7 +96,7 @@ class Tables:
         op = "scatter" if c.zero else "sum"
         if self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp).core > BUSY:
             return BUCKET_BYTES
-        quarter = self.totals(c.option).trained / c.pp / 4
+        quarter = self.params(c.option).trained.sum() / c.pp / 4
         return int(min(max(quarter, SMALL_BYTES), BUCKET_BYTES))
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
@@ -117,13 +108,6 @@ class Tables:
             seconds = [known[size] for size in sizes.ravel().tolist()]
             self._messages[key] = np.array(seconds).reshape(sizes.shape)
         return self._messages[key]
-
-    def totals(self, option: int) -> Totals:
-        if option not in self._totals:
-            params = self.params(option)
-            sums = (float(column.sum()) for column in (params.trained, params.leaf, params.number))
-            self._totals[option] = Totals(*sums)
-        return self._totals[option]
 
     def hops(self, tp: int, pp: int, num_stages: int) -> list[tuple[Curve, NDArray[np.int64]]]:
         """The distinct lines between neighbours of a pipeline, and after which stages each lies."""
@@ -143,12 +127,13 @@ class Tables:
             self._free_cuts[key] = free_cuts(seconds, num_stages)
         return self._free_cuts[key]
 
-    def ends(self, name: str, pipe: Pipeline, count: int, virtual: int) -> list[float]:
-        """When every position ends, once for equal pipelines."""
-        key = (name, pipe, count, virtual)
+    def ends(self, name: str, pipe: Pipeline, count: int, virtual: int,
+             starts: tuple[float, ...]) -> list[float]:
+        """When every stage ends, once for equal pipelines."""
+        key = (name, pipe, count, virtual, starts)
         if key not in self._ends:
             position_of = tuple(range(len(pipe.forward) // virtual)) * virtual
-            self._ends[key] = walk(name, position_of, pipe, count)
+            self._ends[key] = walk(name, position_of, pipe, count, starts)
         return self._ends[key]
 
     def _programs(self, option: Option) -> tuple[list[tuple[str, str]], NDArray[np.int64]]:
@@ -189,29 +174,25 @@ class Tables:
         """A parameter that several blocks share counts where it is used first."""
         if option not in self._params:
             which = self.programs[option][1]
-            known: dict[int, list[float]] = {}
+            known: dict[int, tuple[list[float], tuple[float, ...]]] = {}
             seen: set[str] = set()
-            rows = []
+            rows, each = [], []
             for i, names in enumerate(self._shared):
                 row = known.get(int(which[i])) if not names else None
                 if row is None:
                     row = self._sizes(i, self.options[option].shardings[i], seen)
                     known |= {} if names else {int(which[i]): row}
                 seen.update(names)
-                rows.append(row)
-            self._params[option] = Params(*np.array(rows, dtype=float).T)
+                rows.append(row[0])
+                each.append(row[1])
+            self._params[option] = Params._make([*np.array(rows, dtype=float).T, each])
         return self._params[option]
 
-    def distinct(self, option: int, name: str) -> tuple[list[float], NDArray[np.int64]]:
-        """The distinct values of a field of `params`, and which of them each block has."""
-        if (option, name) not in self._distinct:
-            values, which = np.unique(getattr(self.params(option), name), return_inverse=True)
-            self._distinct[option, name] = values.tolist(), which
-        return self._distinct[option, name]
-
-    def _sizes(self, index: int, sharding: Sharding | None, seen: set[str]) -> list[float]:
+    def _sizes(self, index: int, sharding: Sharding | None,
+               seen: set[str]) -> tuple[list[float], tuple[float, ...]]:
         """The fields of `Params` of one block, without what was seen before."""
-        held = trained = leaf = largest = number = 0.0
+        held = leaf = 0.0
+        each: list[float] = []
         for slot, name in self.graph.blocks[index].params.items():
             info = self.graph.params[name]
             if name in seen:
@@ -222,10 +203,10 @@ class Tables:
             size = info.num_elements * item_bytes(info.dtype) / cut
             held += size
             if info.trainable and not info.buffer:
-                trained, number, largest = trained + size, number + 1, max(largest, size)
+                each.insert(0, size)
                 kind = leaf_type(info.dtype, self.precision)
                 leaf += info.num_elements * item_bytes(kind) / cut
-        return [held, trained, leaf, largest, number]
+        return [held, sum(each), leaf, max(each, default=0.0), len(each)], tuple(each)
 
     @cached_property
     def _shared(self) -> list[list[str]]:
@@ -245,14 +226,6 @@ class Tables:
             ahead, back = np.array(sizes, dtype=float)[which].T
             self._sends[key] = ahead, back
         return self._sends[key]
-
-    def least_sends(self, option: int, rows: int) -> tuple[float, ...]:
-        """The least of `sends` over the borders inside the chain."""
-        key = (option, rows)
-        if key not in self._least_sends:
-            self._least_sends[key] = tuple(float(sizes[1:-1].min(initial=np.inf))
-                                           for sizes in self.sends(*key))
-        return self._least_sends[key]
 
     def _borders(self, option: int) -> tuple[list[Crossing], NDArray[np.int64]]:
         """The distinct sets of values that cross a border, and which of them each border has."""
@@ -300,7 +273,7 @@ def _column(piece: Piece) -> list[float]:
         piece.weight_s,
         piece.kept_bytes,
         max(piece.forward_bytes, piece.backward_bytes),
-        piece.out_bytes,
+        piece.added_s,
         max(piece.kept_bytes, piece.stash_bytes),
     ]
 

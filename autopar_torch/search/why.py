@@ -67,19 +67,18 @@ def candidate_of(plan: Plan, options: Sequence[Option]) -> tuple[Candidate, tupl
 
 def time_parts(pricer: Pricer, borders: tuple[int, ...]) -> dict[str, float]:
     """Seconds of a step by what its busiest position does; they sum to the step."""
-    c = pricer.candidate
-    found, pipe = pricer.price(borders), pricer.pipeline(borders)
-    stops = pricer.tables.ends(c.schedule, pipe, c.micro_batches, c.virtual)
-    outside, summed = pricer.outside_of(borders), pricer.summed(pipe, borders)
-    turns = [sum(pricer.busy(pipe)[k :: c.pp]) for k in range(c.pp)]
-    busiest = max(range(c.pp), key=turns.__getitem__)
-    busy = turns[busiest]
+    c, step_s = pricer.candidate, pricer.price(borders).step_s
+    last, summed = max(pricer.ends(borders)), pricer.summed(borders)
+    closing = pricer.closing(borders)
+    busy = [sum(pricer.busy(borders)[k :: c.pp]) for k in range(c.pp)]
+    busiest = max(range(c.pp), key=busy.__getitem__)
+    begin = pricer.begins(borders)[busiest]
     exchange = c.micro_batches * _exchanged(pricer, list(pairwise(borders))[busiest :: c.pp])
     return {
-        "computing": busy - exchange, "exchange in tensor groups": exchange,
-        "waiting in the pipeline": max(stops) - busy,
-        "gradient sums": summed - max(stops), "gathers and update": outside,
-        "waiting for the core": found.step_s - outside - summed,
+        "computing": busy[busiest] - exchange, "exchange in tensor groups": exchange,
+        "waiting in the pipeline": last - begin - busy[busiest],
+        "gradient sums": summed - last, "gathers and update": begin + closing,
+        "waiting for the core": step_s - closing - summed,
     }
 
 

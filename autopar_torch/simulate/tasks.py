@@ -123,7 +123,7 @@ class StepTasks:
         """The batch is taken; ZeRO gathers what is not gathered per use."""
         for rank in self.costs.leading(self.costs.plan.devices):
             self._compute(rank, "batch", self.overheads.step_s)
-        gathers = {gather for cost in self._rank_costs() for gather in cost.gathers}
+        gathers = {gather for cost in self._all_ranks() for gather in cost.gathers}
         for ranks, size in sorted(gathers):
             self._together(ranks, "gather", "gather", size)
             for rank in self.costs.leading(ranks):
@@ -273,13 +273,18 @@ class StepTasks:
                     self._bucket(bucket, streams)
 
     def _all_ranks(self) -> list[RankCost]:
-        """Each rank once, with the buckets of all its stages."""
+        """Each rank once, with the buckets of all its stages, those of later stages first, and a
+        gather per team."""
         found: dict[int, RankCost] = {}
         for cost in self._rank_costs():
             if cost.rank in found:
                 old = found[cost.rank]
-                merged = tuple(dict.fromkeys((*old.buckets, *cost.buckets)))
-                cost = RankCost(cost.rank, old.blocks + cost.blocks, merged, cost.gathers,
+                merged = tuple(dict.fromkeys((*cost.buckets, *old.buckets)))
+                sizes = dict(old.gathers)
+                for team, size in cost.gathers:
+                    sizes[team] = sizes.get(team, 0.0) + size
+                cost = RankCost(cost.rank, old.blocks + cost.blocks, merged,
+                                tuple(sorted(sizes.items())),
                                 old.param_bytes + cost.param_bytes,
                                 old.grads + cost.grads,
                                 old.added_bytes + cost.added_bytes,

@@ -17,17 +17,26 @@ from ..schedule import Action, Op, order
 
 Seconds = Sequence[float]  # per stage
 OPS = (Op.F, Op.B, Op.I, Op.W)
+WORKS = 8  # kinds of work in a `Pipeline`
 EQUAL = 1e-12  # relative difference of strides that are equal but for rounding
 Step = tuple[int, int, int, int]  # position, op and stage, how far back what it needs, message
 
 
 class Pipeline(NamedTuple):
-    """Seconds per micro-batch of every stage. A message goes to the neighbour of its stage."""
+    """Seconds per micro-batch of every stage. A message goes to the neighbour of its stage.
+
+    The first micro-batch finds no gradients to add to, the last one packs them; where there is
+    only one, it is the last.
+    """
 
     forward: Seconds
     backward: Seconds
     input: Seconds
     weight: Seconds
+    first_backward: Seconds
+    first_weight: Seconds
+    last_backward: Seconds
+    last_weight: Seconds
     send: Seconds  # forward, to the next stage; of the last one: unused
     back: Seconds  # backward, to the stage before; of the first one: unused
 
@@ -40,21 +49,22 @@ class Steps(NamedTuple):
     least: int
     period: int
     reach: int  # no step needs anything further back, and no window is longer
+    ends: tuple[int, ...]  # per stage: how far from the end its last step is
 
 
-def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline,
-         num_micro_batches: int) -> list[float]:
-    """The end of every position's last action."""
-    work = [*pipe.forward, *pipe.backward, *pipe.input, *pipe.weight]
+def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline, num_micro_batches: int,
+         starts: Sequence[float] = ()) -> list[float]:
+    """The end of every stage's last backward; positions begin at `starts`, else at 0."""
+    work = [seconds for row in pipe[:WORKS] for seconds in row]
     delays = [0.0, *pipe.send, *pipe.back]
     steps = steps_of(name, position_of, num_micro_batches)
     repeats = (num_micro_batches - steps.least) // steps.period
-    clock, done = [0.0] * (max(position_of) + 1), [0.0] * steps.reach
+    clock, done = list(starts) or [0.0] * (max(position_of) + 1), [0.0] * steps.reach
     for index, part in enumerate(steps.parts):
         _run(part, work, delays, clock, done)
         if index % 2:
             _repeat(part, repeats, work, delays, clock, done, steps.reach)
-    return clock
+    return [done[-back] for back in steps.ends]
 
 
 def _repeat(window: Sequence[Step], times: int, work: Seconds, delays: Seconds, clock: list[float],
@@ -101,12 +111,12 @@ def steps_of(name: str, position_of: tuple[int, ...], count: int) -> Steps:
     num_positions = max(position_of) + 1
     virtual = len(position_of) // num_positions
     period = num_positions if virtual > 1 else 1
-    least = (virtual + 3) * num_positions if virtual > 1 else 2 * num_positions + 6
+    least = (virtual + 4) * num_positions if virtual > 1 else 2 * num_positions + 6
     repeats = count > least and (count - least) % period == 0
     if repeats and (found := _windowed(name, position_of, least, period)):
         return found
     steps = _steps(name, position_of, count)
-    return Steps((steps,), count, period, _reach(steps))
+    return Steps((steps,), count, period, _reach(steps), _ends(steps, len(position_of)))
 
 
 @lru_cache(maxsize=256)
@@ -114,14 +124,21 @@ def _windowed(name: str, position_of: tuple[int, ...], least: int, period: int) 
     """In each of its phases, two equal periods in a row. GPipe has a phase of each kind of work."""
     steps, stages = _steps(name, position_of, least), len(position_of)
     cuts = [0]
-    for first in (0, 2 * stages - 1) if name == "gpipe" else (0,):
-        begins = [i for i, (_, what, _, _) in enumerate(steps) if what == first]
+    forwards, backwards = {0}, {row * stages - 1 for row in (2, 5, 7)}
+    for begin in (forwards, backwards) if name == "gpipe" else (forwards,):
+        begins = [i for i, (_, what, _, _) in enumerate(steps) if what in begin]
         start, after = begins[least - 3 * period], begins[least - 2 * period]
         if steps[start:after] != steps[after : 2 * after - start]:
             return None
         cuts += [start, after]
     parts = tuple(steps[a:b] for a, b in pairwise([*cuts, len(steps)]))
-    return Steps(parts, least, period, max(_reach(steps), *map(len, parts[1::2])))
+    reach = max(_reach(steps), *map(len, parts[1::2]))
+    return Steps(parts, least, period, reach, _ends(parts[-1], stages))
+
+
+def _ends(steps: Sequence[Step], stages: int) -> tuple[int, ...]:
+    last = {what % stages: len(steps) - i for i, (_, what, _, _) in enumerate(steps)}
+    return tuple(last[stage] for stage in range(stages))
 
 
 def _reach(steps: Sequence[Step]) -> int:
@@ -138,9 +155,16 @@ def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, .
         needed, message = _needed(action, position_of)
         back = 0 if needed is None else len(steps) - number[needed]
         number[action] = number[_other_half(action)] = len(steps)
-        what = OPS.index(action.op) * stages + action.stage
+        what = _work(action, count) * stages + action.stage
         steps.append((position_of[action.stage], what, back, message))
     return tuple(steps)
+
+
+def _work(action: Action, count: int) -> int:
+    """The field of `Pipeline` that tells how long it takes."""
+    if action.op in (Op.F, Op.I) or 0 < action.micro_batch < count - 1:
+        return OPS.index(action.op)
+    return 4 + 2 * (action.micro_batch == count - 1) + (action.op is Op.W)
 
 
 def _other_half(action: Action) -> Action:

@@ -53,7 +53,7 @@ def feasible(traced: Any, known: Any, rows: int) -> list[Any]:
 
     result = search(traced.graph, known.options, Lookup(known.profile), rows, exhaustive=True,
                     kept=100_000)
-    return [choice.plan for choice in (result.best, *result.runners_up)]
+    return [choice.plan for choice in result.choices]
 
 
 def rank_main(model: str, rows: int, out: str) -> None:

@@ -100,7 +100,7 @@ def race(pairs: list[tuple[str, str, int, float, bool]], repeats: int) -> list[d
               f"  {found.best.step_s * 1e3:7.0f}  {row['plan']}")
         if small:
             every, _, long = timed(case, 1, exhaustive=True)
-            row["equal"] = (every.best, every.runners_up) == (found.best, found.runners_up)
+            row["equal"] = every.choices == found.choices
             row["exhaustive_s"] = long
             print(f"{'':10}  every one of them: {long:.2f} s, {every.priced} priced, "
                   f"{'equal' if row['equal'] else 'OTHER'} results")
@@ -187,7 +187,7 @@ def compare(name: str, world: int, case: Case) -> bool:
         except SearchError:
             break
         found, _, quick = timed(case, 1)
-        same = (every.best, every.runners_up) == (found.best, found.runners_up)
+        same = every.choices == found.choices
         equal = equal and same
         memory = f"{room / 2**20:.1f}" if room else "all"
         print(f"{name:12} {world:6} {memory:>11} {found.considered:11} {found.priced:5} "
