@@ -159,7 +159,7 @@ def numbers(names: list[str], degrees: dict[str, Any]) -> dict[str, tuple[int, f
 
 
 def check_numbers(num_ranks: int, names: list[str], degrees: dict[str, Any]) -> None:
-    found = run_ranks(num_ranks, "test_spatial:numbers", names, degrees)[0]
+    found = run_ranks(num_ranks, "test_spatial_ranks:numbers", names, degrees)[0]
     for name, (num_rings, worst) in found.items():
         assert num_rings > 0, f"{name} has nothing that runs in rings"
         assert worst <= oracle.TOLERANCE, (name, degrees, worst)
@@ -212,6 +212,6 @@ def mixed(mesh: list[int]) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 2)])
 def test_the_other_axis_may_cut_rows_columns_or_what_is_summed(mesh: tuple[int, ...]) -> None:
-    found = run_ranks(8, "test_spatial:mixed", mesh)[0]
+    found = run_ranks(8, "test_spatial_ranks:mixed", mesh)[0]
     assert len(found) == 3, "some pinned form was not used"
     assert max(found.values()) <= oracle.TOLERANCE, found
