@@ -167,6 +167,24 @@ def says_nothing(handler: ast.ExceptHandler) -> bool:
     )
 
 
+def names_of_types(path: Path) -> set[str]:
+    """Classes that a file defines, and the CamelCase names of its aliases."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    assigned = (t for n in body if isinstance(n, (ast.Assign, ast.AnnAssign))
+                for t in (n.targets if isinstance(n, ast.Assign) else [n.target]))
+    return {n.name for n in body if isinstance(n, ast.ClassDef)} | {
+        t.id for t in assigned
+        if isinstance(t, ast.Name) and t.id.lstrip("_")[:1].isupper() and not t.id.isupper()}
+
+
+def test_no_type_has_the_name_of_another() -> None:
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for name in names_of_types(path):
+            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in found.items() if len(where) > 1}
+
+
 def is_print(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"

@@ -90,7 +90,7 @@ class Runner:
                 arg.grad = None
 
 
-class Blocks:
+class TimedChain:
     """All cells of one mesh, kind of plan and number of rows, as a chain."""
 
     def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,

@@ -23,7 +23,7 @@ from ..profile import (
     merged,
 )
 from ..trace import Traced
-from .blocks import TURNS, Axes, Blocks, Context
+from .blocks import TURNS, Axes, Context, TimedChain
 from .bytes import TensorBytes
 from .links import Lines, Places, meet
 from .overheads import Extras
@@ -48,7 +48,7 @@ class Session:
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in cells), default=1)
         self.extras = Extras(device, _trained_sizes(traced), batch, lambda: context(rows))
-        self.chains: dict[Chain, Blocks] = {}
+        self.chains: dict[Chain, TimedChain] = {}
         self.rounds = 0
         self._take_up(chain for chain in self.asked if not (look and self._derivable(chain)))
         self.wanted = list(self.chains.values())
@@ -67,7 +67,7 @@ class Session:
     def _take_up(self, chains: Iterable[Chain]) -> None:
         """Chains that are measured from now on; their first round does not count."""
         made = {
-            chain: Blocks(self.asked[chain], self.traced, self.axes(chain.mesh),
+            chain: TimedChain(self.asked[chain], self.traced, self.axes(chain.mesh),
                           self.context(chain.rows), self.device)
             for chain in chains if chain not in self.chains
         }
@@ -144,7 +144,7 @@ class Session:
         single = [factor for chain in chains for seen in chain for factor in seen.single]
         return Jitter(quantiles(rounds), quantiles(single))
 
-    def _alone(self) -> list[Blocks]:
+    def _alone(self) -> list[TimedChain]:
         """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
         they are known by more than a look."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]

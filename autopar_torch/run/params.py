@@ -218,7 +218,7 @@ def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
     return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
 
 
-class Bucket:
+class GradBucket:
     """Gradients that travel together: one team, one way of reducing."""
 
     def __init__(self, helds: list[Held]) -> None:
@@ -315,7 +315,7 @@ class Reducer:
         self.store = store
         shares = {name: held.share for name, held in store.held.items()}
         groups = buckets_of(shares, store.graph, store.plan, blocks_of)
-        self.buckets = [Bucket([store.held[s.name] for s in group]) for group in groups]
+        self.buckets = [GradBucket([store.held[s.name] for s in group]) for group in groups]
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}
         self.last = False
@@ -393,5 +393,5 @@ class Reducer:
             if not bucket.works:
                 bucket.launch()
 
-    def _pending(self) -> list[Bucket]:
+    def _pending(self) -> list[GradBucket]:
         return [b for b in self.buckets if not (self.per_micro_batch and b.steady)]

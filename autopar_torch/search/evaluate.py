@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..simulate.walk import WORKS, Pipeline
-from .memory import Memory, staying
+from .memory import PositionMemory, staying
 from .space import Candidate
 from .tables import Array, Blocks, Tables
 
@@ -31,8 +31,8 @@ class Found(NamedTuple):
         return (self.step_s, self.memory_bytes, self.candidate, self.borders)
 
 
-class Parts(NamedTuple):
-    """Of several cuts of a candidate."""
+class StageSeconds(NamedTuple):
+    """Seconds of several cuts of a candidate."""
 
     work: Array  # fields of `Pipeline`; cut; stage
     send: Array  # cut; border between two stages
@@ -80,8 +80,8 @@ class Pricer:
                          (c.dp, c.pp, c.zero) if c.zero >= 2 else None)
         self.programs = tables.programs[c.option][1]
         self._lags: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._weighed: dict[tuple[int, ...], tuple[Parts, int]] = {}
-        self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
+        self._weighed: dict[tuple[int, ...], tuple[StageSeconds, int]] = {}
+        self.memory = PositionMemory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket,
                              tables.halved)
         world = self.tp * c.pp * c.dp
@@ -154,13 +154,13 @@ class Pricer:
 
     # --- time -----------------------------------------------------------------------------------
 
-    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> Parts:
-        """Parts of several cuts; kept for whoever prices one of them."""
+    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> StageSeconds:
+        """The seconds of several cuts; kept for whoever prices one of them."""
         parts = self.parts(np.array(cuts))
         self._weighed |= {cut: (parts, i) for i, cut in enumerate(cuts)}
         return parts
 
-    def _known(self, borders: tuple[int, ...]) -> tuple[Parts, int]:
+    def _known(self, borders: tuple[int, ...]) -> tuple[StageSeconds, int]:
         if borders not in self._weighed:
             self.weighed([borders])
         return self._weighed[borders]
@@ -171,7 +171,7 @@ class Pricer:
                                                        parts.back[i]))
         return Pipeline._make([*map(tuple, work), (*send, 0.0), (0.0, *back)])
 
-    def parts(self, borders: NDArray[np.int64]) -> Parts:
+    def parts(self, borders: NDArray[np.int64]) -> StageSeconds:
         """Seconds of every stage and position, and of the messages between stages, for some cuts
         (rows)."""
         c, over = self.candidate, self.over
@@ -192,7 +192,7 @@ class Pricer:
         begin = np.full((len(borders), c.pp), over.step_s)
         if c.zero in (1, 2):
             begin += self._gathering(borders)
-        return Parts(work, send, back, held, begin, self._by_position(self.update, borders))
+        return StageSeconds(work, send, back, held, begin, self._by_position(self.update, borders))
 
     def _by_position(self, sums: Array, borders: NDArray[np.int64]) -> Array:
         """Cut x position: of something that adds up."""

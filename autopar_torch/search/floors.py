@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .evaluate import FIRST_B, FORWARD, INPUT, LAST_B, LAST_W, Parts, Pricer
+from .evaluate import FIRST_B, FORWARD, INPUT, LAST_B, LAST_W, Pricer, StageSeconds
 from .tables import Array
 
 
@@ -17,7 +17,7 @@ def floors(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
     return _inside(pricer, parts) + outside
 
 
-def _inside(pricer: Pricer, parts: Parts) -> Array:
+def _inside(pricer: Pricer, parts: StageSeconds) -> Array:
     c, work, busy = pricer.candidate, parts.work, parts.busy(pricer.candidate)
     f, i = work[FORWARD], work[INPUT]
     p, m = c.pp, c.micro_batches
@@ -49,7 +49,7 @@ def _before(seconds: Array) -> Array:
     return seconds.cumsum(axis=-1) - seconds
 
 
-def _interleaved(pricer: Pricer, parts: Parts, begun: Array) -> Array:
+def _interleaved(pricer: Pricer, parts: StageSeconds, begun: Array) -> Array:
     """The first backward of position k is that of its last stage. It comes after all forwards on
     the way and the backwards behind it; by then k has done at most its warm-up, and has the rest to
     do; the last thing it does is a backward of its first stage, before which positions wait."""

@@ -12,7 +12,7 @@ from .space import SCHEDULES, Candidate
 from .tables import Array, Blocks, Ints, Params
 
 
-class Memory:
+class PositionMemory:
     """What does not depend on the borders of one candidate; then `peak` is a few sums.
 
     At the worst moment a position holds its parameters and what the optimizer keeps; and either

@@ -14,6 +14,7 @@ from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import BUCKET_BYTES, Precision, Sharding
 from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
+from ..shard.eliminate import Array
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.walk import Pipeline, walk
 from .borders import FreeCuts, free_cuts
@@ -22,7 +23,6 @@ from .space import Candidate, Option
 BUSY = 0.5  # of a core: beside such sending little else is done
 SMALL_BYTES = 2 * 2**20  # of a bucket
 
-Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts they lie
 
