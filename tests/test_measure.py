@@ -25,7 +25,7 @@ from autopar_torch.measure.overlap import Overlap, Probe, overlap
 from autopar_torch.measure.samples import Sample, Scales, paces, scales, variation
 from autopar_torch.measure.stats import paced_medians, trimmed_mean
 from autopar_torch.plan import fit
-from autopar_torch.profile import AGAIN, Cell, CurveNeed, Piece, Profile, merged
+from autopar_torch.profile import RECOMPUTE, BlockCost, BlockCosts, CurveNeed, Profile, merged
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
 from autopar_torch.shard.collectives import Axis
@@ -162,8 +162,8 @@ def test_blocks_add_up_to_what_whole_rounds_take() -> None:
 
 
 def test_a_cell_that_was_measured_in_part_says_so() -> None:
-    cells = [Cell("layer", AGAIN, (Piece(4, 1.0, 1.0),)),
-             Cell("layer", AGAIN, (Piece(2, 1.0, 1.0),), "derived")]
+    cells = [BlockCosts("layer", RECOMPUTE, (BlockCost(4, 1.0, 1.0),)),
+             BlockCosts("layer", RECOMPUTE, (BlockCost(2, 1.0, 1.0),), "derived")]
     [cell] = merged(cells)
     assert [piece.rows for piece in cell.pieces] == [2, 4] and cell.source == "derived"
 
@@ -235,10 +235,10 @@ def test_at_a_look_recomputing_is_derived_until_a_plan_asks_for_it() -> None:
     found.round()
     cells = {(cell.kind, cell.sharding): cell for cell in found.profile().cells}
     for kind, _ in cells:
-        assert cells[kind, AGAIN].source == "derived" and cells[kind, ""].source == "measured"
-        assert cells[kind, AGAIN].pieces == tuple(p.again for p in cells[kind, ""].pieces)
+        assert cells[kind, RECOMPUTE].source == "derived" and cells[kind, ""].source == "measured"
+        assert cells[kind, RECOMPUTE].pieces == tuple(p.recomputed for p in cells[kind, ""].pieces)
     found.focus(needs_of([again], traced.graph, cluster, call.num_rows)[0], [])
-    assert list(found.chains) == [kept, kept._replace(again=True)]
+    assert list(found.chains) == [kept, kept._replace(recompute=True)]
     with pytest.raises(ProfileError, match="nothing was measured"):
         found.profile()
     found.round()

@@ -23,7 +23,7 @@ from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import QUICK_S, CellNeed, CurveNeed, Lookup, Profile, cell_key, few
+from ..profile import QUICK_S, BlockNeed, CurveNeed, Lookup, Profile, few, program_key
 from ..run.world import World
 from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
@@ -84,8 +84,8 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
         return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
-    cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
-    session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
+    blocks, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
+    session = session_on(cluster, blocks, curves, traced, call, tensors, buffers, world, device,
                          look=seconds <= QUICK_S)
     session.round()
     profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
@@ -104,9 +104,9 @@ def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGrap
         enough = _late(deadline, world) or _known_well(session)
         factor = CLOSE[-1] if enough else next(factors)
         plans = _close(graph, options, profile, num_rows, limits, factor, world)
-        cells, curves = _asked(plans, graph, profile.cluster, num_rows, world)
-        fresh = session.derives(cells)
-        session.focus(cells, curves)
+        blocks, curves = _asked(plans, graph, profile.cluster, num_rows, world)
+        fresh = session.derives(blocks)
+        session.focus(blocks, curves)
         if enough and not fresh:
             return session.profile()  # with the noise of what is close
         for done in range(FOCUSED_ROUNDS):
@@ -152,7 +152,7 @@ def _late(deadline: float, world: World) -> bool:
     return any(world.gather(time.perf_counter() > deadline))
 
 
-Needs = tuple[list[CellNeed], list[CurveNeed]]
+Needs = tuple[list[BlockNeed], list[CurveNeed]]
 
 
 def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows: int,
@@ -160,24 +160,24 @@ def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows:
     """What plans need; every rank asks for its share of them."""
     own = needs_of(plans[world.rank :: world.size], graph, cluster, num_rows)
     everyone = world.gather(own)
-    cells = dict.fromkeys(need for cells, _ in everyone for need in cells)
-    return list(cells), list(dict.fromkeys(need for _, curves in everyone for need in curves))
+    blocks = dict.fromkeys(need for blocks, _ in everyone for need in blocks)
+    return list(blocks), list(dict.fromkeys(need for _, curves in everyone for need in curves))
 
 
 def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
            num_rows: int, world: World) -> Needs:
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
-    cells, curves = _asked(plans, traced.graph, cluster, num_rows, world)
+    blocks, curves = _asked(plans, traced.graph, cluster, num_rows, world)
     wanted: dict[tuple[int, bool], set[int]] = {}
     for c in found:
         wanted.setdefault((c.option, c.recompute), set()).add(c.rows(num_rows))
-    by_key = {(need.kind, need.key): need for need in cells}
-    every: dict[CellNeed, None] = {}
+    by_key = {(need.kind, need.key): need for need in blocks}
+    every: dict[BlockNeed, None] = {}
     for (index, recompute), rows in wanted.items():
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
-            again = recompute and not traced.graph.kinds[block.kind].mutates
-            need = by_key[block.kind, cell_key(sharding, again)]
+            recomputed = recompute and not traced.graph.kinds[block.kind].mutates
+            need = by_key[block.kind, program_key(sharding, recomputed)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
     return list(every), curves

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import Plan, Replica, Stage
-from ..profile import Lookup, Piece, cell_key
+from ..profile import BlockCost, Lookup, program_key
 from ..shard.holdings import all_holdings, value_shape
 from ..shard.reduction import Share, buckets_of, shares_of
 
@@ -179,17 +179,17 @@ class Costs:
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
-        again = stage.recompute and not self.graph.kind_of(index).mutates
-        key = cell_key(self.plan.sharding(stage, index), again)
-        piece = self.profile.piece(block.kind, key, rows)
+        recompute = stage.recompute and not self.graph.kind_of(index).mutates
+        key = program_key(self.plan.sharding(stage, index), recompute)
+        cost = self.profile.cost(block.kind, key, rows)
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(self._gathers(used))
         filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
         trained = [share for share in own if share.trained]
         whole = sum(map(_local_bytes, trained))
-        added_s = piece.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
-        return block_work(piece, gathers, filling, float(sum(map(self._leaf_bytes, used))),
+        added_s = cost.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
+        return block_work(cost, gathers, filling, float(sum(map(self._leaf_bytes, used))),
                           added_s, self.plan.whole(stage))
 
     def _leaf_item(self, share: Share) -> int:
@@ -207,21 +207,22 @@ class Costs:
         return sorted(sizes.items())
 
 
-def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
-               gathered_bytes: float, added_s: float, whole: bool) -> BlockWork:
-    """A piece, with what is gathered for it: whole only while it runs, put together from as much
+def block_work(cost: BlockCost, gathers: tuple[tuple[tuple[int, ...], float], ...],
+               filling_s: float, gathered_bytes: float, added_s: float,
+               whole: bool) -> BlockWork:
+    """A block, with what is gathered for it: whole only while it runs, put together from as much
     that has arrived. With a `whole` backward nothing waits."""
     fill = Work(filling_s)
     return BlockWork(
-        Work(piece.forward_s, piece.comm_forward_s) + fill,
-        Work(piece.backward_s, piece.comm_backward_s) + fill,
-        Work(piece.backward_s if whole else piece.input_s, piece.comm_backward_s) + fill,
-        Work(0.0 if whole else piece.weight_s),
+        Work(cost.forward_s, cost.comm_forward_s) + fill,
+        Work(cost.backward_s, cost.comm_backward_s) + fill,
+        Work(cost.backward_s if whole else cost.input_s, cost.comm_backward_s) + fill,
+        Work(0.0 if whole else cost.weight_s),
         added_s=added_s,
-        kept_bytes=piece.kept_bytes,
-        stash_bytes=0.0 if whole else piece.stash_bytes or piece.kept_bytes,
-        forward_bytes=gathered_bytes + max(gathered_bytes, piece.forward_bytes),
-        backward_bytes=gathered_bytes + max(gathered_bytes, piece.backward_bytes),
+        kept_bytes=cost.kept_bytes,
+        stash_bytes=0.0 if whole else cost.stash_bytes or cost.kept_bytes,
+        forward_bytes=gathered_bytes + max(gathered_bytes, cost.forward_bytes),
+        backward_bytes=gathered_bytes + max(gathered_bytes, cost.backward_bytes),
         gathers=gathers,
     )
 
