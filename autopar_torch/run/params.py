@@ -171,7 +171,7 @@ class ParamStore:
 
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
-        return self.plan.zero == 3 and held.share.steady
+        return self.plan.zero == 3 and held.share.same_schedule
 
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
@@ -224,7 +224,7 @@ class GradBucket:
     def __init__(self, helds: list[Held]) -> None:
         self.helds, self.axis = helds, helds[0].axis
         self.zero, self.layouts_differ = helds[0].share.zero, helds[0].share.team.layouts_differ
-        self.steady = helds[0].share.steady
+        self.same_schedule = helds[0].share.same_schedule
         self.sizes = [self._size(h) for h in helds]
         self.names = frozenset(h.name for h in helds)
         self.leaves = [h.leaf for h in helds]
@@ -375,7 +375,7 @@ class Reducer:
             return
         touched = {id(self.bucket_of[n]): self.bucket_of[n] for n in names if n in self.bucket_of}
         for bucket in self.buckets:
-            if id(bucket) in touched and bucket.steady:
+            if id(bucket) in touched and bucket.same_schedule:
                 if not bucket.works:
                     bucket.launch()
                 bucket.finish(self.sums, self.store)
@@ -394,4 +394,4 @@ class Reducer:
                 bucket.launch()
 
     def _pending(self) -> list[GradBucket]:
-        return [b for b in self.buckets if not (self.per_micro_batch and b.steady)]
+        return [b for b in self.buckets if not (self.per_micro_batch and b.same_schedule)]

@@ -97,7 +97,7 @@ class Bounded:
                 stays = lasting(zero, dp, params, copies)
                 found[0, rows] = stays.sum(axis=1) + params.trained.sum()
                 found[1, rows] = stays[:, alike].min(axis=1)
-                found[2, rows] = so_far(zero, dp, params, tables.halved)[:, alike].min(axis=1)
+                found[2, rows] = so_far(zero, dp, params, tables.half_grads)[:, alike].min(axis=1)
         return found.take(which, 1)
 
     def _team(self, op: str, i: int) -> Curve:

@@ -43,10 +43,10 @@ class StageSeconds(NamedTuple):
 
     def busy(self, c: Candidate) -> Array:
         """Cut x stage: seconds that it computes and exchanges in all."""
-        m, halved = c.micro_batches, np.array([c.halved(s) for s in range(c.stages())])
-        whole, split = halved < m, halved > 0  # the first backward, the last one
-        times = np.array([0 * halved + m, m - halved - whole - ~split, halved,
-                          halved - ~whole - split, whole, ~whole, ~split, split], dtype=float)
+        m, num_split = c.micro_batches, np.array([c.num_split(s) for s in range(c.stages())])
+        whole, split = num_split < m, num_split > 0  # the first backward, the last one
+        times = np.array([0 * num_split + m, m - num_split - whole - ~split, num_split,
+                          num_split - ~whole - split, whole, ~whole, ~split, split], dtype=float)
         return np.einsum("ws,wcs->cs", times, self.work)
 
 
@@ -83,7 +83,7 @@ class Pricer:
         self._weighed: dict[tuple[int, ...], tuple[StageSeconds, int]] = {}
         self.memory = PositionMemory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket,
-                             tables.halved)
+                             tables.half_grads)
         world = self.tp * c.pp * c.dp
         self.loss_s = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
         byte_s = self.over.update_s_per_byte / (c.dp if c.zero else 1)
@@ -131,7 +131,7 @@ class Pricer:
         if self.candidate.dp == 1 or self.candidate.zero == 3:
             return max(ends)
         parts, i = self._known(borders)
-        held = [0.0 if self.candidate.halved(s) else h
+        held = [0.0 if self.candidate.num_split(s) else h
                 for s, h in enumerate(parts.held[i].tolist())]
         found = max(ends)
         for position in range(pp):
@@ -211,7 +211,7 @@ class Pricer:
         """Of the sums of a stage: by how much the last one ends after its last backward, and their
         seconds. Buckets leave as that backward, or the second part of it, fills them."""
         c, (first, end) = self.candidate, stage
-        part = LAST_W if c.halved(index) else LAST_B
+        part = LAST_W if c.num_split(index) else LAST_B
         curve = self.tables.curve(self.op, index % c.pp * self.tp, c.pp * self.tp, c.dp)
         key = (id(curve), part, self.programs[first:end].tobytes(),
                self.params.trained[first:end].tobytes())

@@ -30,9 +30,9 @@ def _inside(pricer: Pricer, parts: StageSeconds) -> Array:
         return f.sum(axis=1) + (m - 1) * f.max(axis=1) + there + back + late.max(axis=1)
     ahead = np.minimum(m, p - np.arange(p))
     if c.schedule == "1f1b":
-        halved = np.array([c.halved(s) for s in range(p)])
-        first, last = np.where(halved < m, begun, i), np.where(halved == 0, work[LAST_B], i)
-        own = np.where(halved, i + work[LAST_W], last)
+        num_split = np.array([c.num_split(s) for s in range(p)])
+        first, last = np.where(num_split < m, begun, i), np.where(num_split == 0, work[LAST_B], i)
+        own = np.where(num_split, i + work[LAST_W], last)
         late = _behind(first) + busy - ahead * f - own + last.cumsum(axis=1)
         return f.sum(axis=1) + there + back + late.max(axis=1)
     if c.schedule == "zero_bubble":

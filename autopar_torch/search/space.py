@@ -82,7 +82,7 @@ class Candidate(NamedTuple):
         """Rows of the largest micro-batch: whoever has it is waited for."""
         return -(-num_rows // (self.dp * self.micro_batches))
 
-    def halved(self, stage: int) -> int:
+    def num_split(self, stage: int) -> int:
         """How many backwards of a stage its list has in two parts."""
         if self.schedule == "zero_bubble":
             return self.micro_batches

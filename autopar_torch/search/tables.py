@@ -61,7 +61,7 @@ class Tables:
                  grad_dtype: Precision = "float32") -> None:
         self.options, self.graph, self.profile = options, graph, profile
         self.precision = precision
-        self.halved = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
+        self.half_grads = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
         self._columns: dict[tuple[int, int, bool], Array] = {}
         self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}

@@ -48,7 +48,7 @@ class Bucket:
     ranks: tuple[int, ...]
     num_bytes: float
     op: str  # "sum" or "scatter"
-    steady: bool  # ZeRO 2 and 3 may sum it after every micro-batch
+    same_schedule: bool  # ZeRO 2 and 3 may sum it after every micro-batch
     kept_bytes: float  # of the gradients that it is packed from
 
 
@@ -163,7 +163,7 @@ class Costs:
 
     def _added(self, share: Share) -> float:
         """Where ZeRO 2 and 3 sum at once, only a rank's own part stays to be added to."""
-        at_once = self.plan.zero >= 2 and share.zero and share.steady
+        at_once = self.plan.zero >= 2 and share.zero and share.same_schedule
         return _local_bytes(share) / (len(share.team.ranks) if at_once else 1)
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
@@ -172,10 +172,10 @@ class Costs:
         zero, ranks = group[0].zero, group[0].team.ranks
         size = sum(s.num_sent * item_bytes(s.dtype) for s in group) * (len(ranks) if zero else 1)
         return Bucket(min(users), ranks, float(size), "scatter" if zero else "sum",
-                      group[0].steady, size * self._kept(group[0]))
+                      group[0].same_schedule, size * self._kept(group[0]))
 
     def _per_use(self, share: Share) -> bool:
-        return self.plan.zero == 3 and share.steady
+        return self.plan.zero == 3 and share.same_schedule
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]

@@ -227,21 +227,22 @@ class StepTasks:
                     self._join(cost.rank, team, "gather", curve.seconds(size), _load(curve))
 
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
-        """Sums that this rank waits for: of all steady buckets, or of those complete with a block.
+        """Sums that this rank waits for: of all buckets whose ranks share a schedule, or of those
+        complete with a block.
 
         ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
         two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.
         """
         for cost in ranks:
             for bucket in cost.buckets:
-                if bucket.steady and block in (None, bucket.block):
+                if bucket.same_schedule and block in (None, bucket.block):
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
                     self._join(cost.rank, bucket.ranks, "scatter", seconds, _load(curve))
 
     def _summed_beside(self, bucket: Bucket) -> bool:
         """Whether the backward goes on meanwhile."""
-        return len(bucket.ranks) > 1 and not (bucket.steady and self.costs.plan.zero == 3)
+        return len(bucket.ranks) > 1 and not (bucket.same_schedule and self.costs.plan.zero == 3)
 
     def _pack(self, ranks: Sequence[RankCost], block: int) -> None:
         """The backward stops while what is complete with a block becomes a message."""
