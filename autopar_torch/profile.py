@@ -181,8 +181,8 @@ class Overheads(Struct, frozen=True):
         return cut or self.copy_s_per_byte
 
 
-Pace = Annotated[float, Meta(gt=0.0, le=1e6)]
-Quantiles = Annotated[tuple[Pace, ...], Meta(min_length=1, max_length=10**4)]
+Slowdown = Annotated[float, Meta(gt=0.0, le=1e6)]
+Quantiles = Annotated[tuple[Slowdown, ...], Meta(min_length=1, max_length=10**4)]
 
 
 class Jitter(Struct, frozen=True, forbid_unknown_fields=True):

@@ -25,7 +25,7 @@ from autopar_torch.simulate import memory, simulate
 from autopar_torch.simulate.costs import Costs
 from autopar_torch.simulate.equal_ranks import leaders, led
 from autopar_torch.simulate.fluid import Capacity, Task, run
-from autopar_torch.simulate.jitter import drawn
+from autopar_torch.simulate.jitter import sampled_steps
 from autopar_torch.simulate.network import lookup
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
 from autopar_torch.trace import trace
@@ -303,11 +303,11 @@ def test_what_lies_ready_for_messages_is_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() -> None:
-    paces = (0.5, 0.8, 1.0, 1.2, 1.5)
-    draws = drawn(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=paces), 5)
-    assert all(d.pace[0] == d.pace[1] and d.pace[2] == d.pace[3] for d in draws)
-    assert [tuple(sorted(d.pace[rank] for d in draws)) for rank in (0, 2)] == [paces, paces]
-    assert any(d.pace[0] != d.pace[2] for d in draws)
+    wanted = (0.5, 0.8, 1.0, 1.2, 1.5)
+    draws = sampled_steps(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=wanted), 5)
+    assert all(d.slowdown[0] == d.slowdown[1] and d.slowdown[2] == d.slowdown[3] for d in draws)
+    assert [tuple(sorted(d.slowdown[rank] for d in draws)) for rank in (0, 2)] == [wanted] * 2
+    assert any(d.slowdown[0] != d.slowdown[2] for d in draws)
 
 
 @pytest.mark.parametrize("jitter", [Jitter(rank=(0.6, 0.8, 1.0, 1.2, 1.4)),

@@ -1,4 +1,4 @@
-"""Measure what the plans of a model need: a look at everything, then what may be the fastest."""
+"""Measure what the plans of a model need: quickly everything, then what may be the fastest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOST_TP = 8
 OLD_DAYS = 30  # drivers, clocks and neighbours change
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
 MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
-LINK_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 10
+LINK_ROUNDS, REFINE_ROUNDS, MOST_ROUNDS = 3, 2, 10
 CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
 MOST_NAMES = 3  # of what is too uncertain
 
@@ -86,16 +86,16 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
         return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
     blocks, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
     session = session_on(cluster, blocks, curves, traced, call, tensors, buffers, world, device,
-                         look=seconds <= QUICK_S)
+                         quick=seconds <= QUICK_S)
     session.round()
-    profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
-                             seconds)
+    profile = _refined(session, ways_known, traced.graph, call.num_rows, limits, world,
+                       seconds)
     name_noise(profile, world)
     return Known(tuple(ways_known), profile, digest(traced.graph), made_with())
 
 
-def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
-                   limits: Constraints, world: World, seconds: float) -> Profile:
+def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
+             limits: Constraints, world: World, seconds: float) -> Profile:
     """After rounds of what may be the fastest by what is known so far, until the time is over or
     that is known well, and none of it derived."""
     profile = session.profile()
@@ -106,10 +106,10 @@ def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGrap
         plans = _close(graph, options, profile, num_rows, limits, factor, world)
         blocks, curves = _asked(plans, graph, profile.cluster, num_rows, world)
         fresh = session.derives(blocks)
-        session.focus(blocks, curves)
+        session.refine(blocks, curves)
         if enough and not fresh:
             return session.profile()  # with the noise of what is close
-        for done in range(FOCUSED_ROUNDS):
+        for done in range(REFINE_ROUNDS):
             if done and not fresh and _late(deadline, world):
                 break
             session.round()
@@ -132,7 +132,7 @@ def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_r
             most_s = found.best.step_s * factor
             close = [c.plan for c in found.choices if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
-            log.debug("profile: no plan to look at more closely: %s", error)
+            log.debug("profile: no plan to measure more closely: %s", error)
     return world.told(close, list[Plan])
 
 

@@ -36,15 +36,15 @@ def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Seq
 def session_on(cluster: Cluster, blocks: Sequence[BlockNeed], curves: Sequence[CurveNeed],
                traced: Traced, call: Call, tensors: Sequence[Tensor],
                buffers: Mapping[str, Tensor], world: World, device: torch.device,
-               look: bool = False) -> Session:
-    """The same for given needs; at a `look`, part of it is derived until plans are close."""
+               quick: bool = False) -> Session:
+    """The same for given needs. A `quick` one derives part of it until plans are close."""
     meshes = {need.sharding.mesh for need in blocks if need.sharding}
     world.make_mesh_groups(sorted(meshes))
     names = [n for block in traced.graph.blocks for n in block.context.values()]
     prologue = Prologue(traced, names, dict(buffers), device)
     return Session(traced, blocks, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors),
-                   _hull(prologue, call, tensors, world, device), device, look)
+                   _hull(prologue, call, tensors, world, device), device, quick)
 
 
 def cluster_of(world: World) -> Cluster:

@@ -27,7 +27,7 @@ from .stats import uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
-TURNS = ("backward", "input", "added")  # how the backwards of a round run, in turn
+BACKWARDS = ("backward", "input", "added")  # how the backwards of a round run, in turn
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
@@ -100,7 +100,7 @@ class TimedChain:
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
         self.num_bytes: dict[BlockNeed, dict[str, float]] = {}
-        self.turns = itertools.cycle(TURNS)
+        self.backwards = itertools.cycle(BACKWARDS)
         self.num_rounds = 0
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
@@ -121,7 +121,7 @@ class TimedChain:
         """All forwards, then all backwards from the last: of the gradients of weights those that
         are asked for late are mostly added to others, as at the end of a pipeline."""
         self.num_rounds += 1
-        how = next(self.turns)
+        how = next(self.backwards)
         for runner in self.runners:
             runner.forward(keep=how != "input")
         for runner in reversed(self.runners):

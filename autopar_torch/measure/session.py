@@ -23,24 +23,24 @@ from ..profile import (
     merged,
 )
 from ..trace import Traced
-from .blocks import TURNS, Axes, Context, TimedChain
+from .blocks import BACKWARDS, Axes, Context, TimedChain
 from .bytes import TensorBytes
 from .links import Lines, Places, meet
 from .overheads import Extras
-from .samples import paces, variation
+from .samples import slowdowns, variation
 from .stats import NOISE_LIMIT, quantiles
 
 
 class Session:
     """What to measure, ready to be measured as often as is wanted. All ranks act together.
 
-    At a `look`, what computes forward again is derived from what keeps it, until it is asked for.
+    A `quick` one derives what recomputes forward from what keeps it, until it is asked for.
     """
 
     def __init__(self, traced: Traced, blocks: Sequence[BlockNeed], curves: Sequence[CurveNeed],
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
                  batch: Callable[[], object], device: torch.device,
-                 look: bool = False) -> None:
+                 quick: bool = False) -> None:
         self.cluster, self.places = cluster, places
         self.traced, self.axes, self.context, self.device = traced, axes, context, device
         self.asked = _chains(blocks, traced)
@@ -50,7 +50,7 @@ class Session:
         self.extras = Extras(device, _trained_sizes(traced), batch, lambda: context(rows))
         self.chains: dict[Chain, TimedChain] = {}
         self.rounds = 0
-        self._take_up(chain for chain in self.asked if not (look and self._derivable(chain)))
+        self._take_up(chain for chain in self.asked if not (quick and self._derivable(chain)))
         self.wanted = list(self.chains.values())
         self.lines.warm_up()
         self.extras.warm_up()
@@ -62,7 +62,7 @@ class Session:
 
     def derives(self, blocks: Iterable[BlockNeed]) -> bool:
         """Whether some of these were not measured yet."""
-        return any(chain not in self.chains for chain in _focused(self.asked, blocks))
+        return any(chain not in self.chains for chain in _chains_for(self.asked, blocks))
 
     def _take_up(self, chains: Iterable[Chain]) -> None:
         """Chains that are measured from now on; their first round does not count."""
@@ -84,26 +84,26 @@ class Session:
             blocks.forget()
         self.chains |= made
 
-    def focus(self, blocks: Iterable[BlockNeed], curves: Sequence[CurveNeed]) -> None:
+    def refine(self, blocks: Iterable[BlockNeed], curves: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need; the rest was sampled enough."""
-        chains = _focused(self.asked, blocks)
+        chains = _chains_for(self.asked, blocks)
         self._take_up(chains)
         self.wanted = [self.chains[chain] for chain in chains]
-        self.lines.focus(curves)
+        self.lines.refine(curves)
 
     def round(self) -> None:
         """Some more samples of all that is wanted, everyone busy with the same at the same time.
 
-        A chain has its turns in a row: in training too a block finds what a cache holds of it,
+        A chain runs its backwards in a row: in training too a block finds what a cache holds of it,
         since the micro-batch or the step before used it last.
         """
         self.rounds += 1
         for chain in self.wanted:
             chain.warm_up()
-            for _ in TURNS:
+            for _ in BACKWARDS:
                 meet(self.places)
                 chain.round()
-        for _ in TURNS:
+        for _ in BACKWARDS:
             meet(self.places)
             self.lines.round()
             self.extras.round()
@@ -140,15 +140,16 @@ class Session:
         if not any(everyone):
             return Jitter()
         chains = [[seen[key] for seen in everyone if key in seen] for key in self.chains]
-        rounds = [pace for chain in chains for pace in paces([seen.rounds for seen in chain])]
+        rounds = [x for chain in chains for x in slowdowns([seen.rounds for seen in chain])]
         single = [factor for chain in chains for seen in chain for factor in seen.single]
         return Jitter(quantiles(rounds), quantiles(single))
 
     def _alone(self) -> list[TimedChain]:
         """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
-        they are known by more than a look."""
+        they are known by more than a quick pass."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
-        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * len(TURNS)] or found
+        least = 3 * len(BACKWARDS)
+        return [c for c in found if c in self.wanted and c.num_rounds >= least] or found
 
     def _joined_cost(self, cost: BlockCost | None, rows: int) -> BlockCost:
         own = _values(cost)[1:] if cost else [0.0] * (len(BlockCost.__struct_fields__) - 1)
@@ -207,7 +208,7 @@ def _chains(blocks: Sequence[BlockNeed], traced: Traced) -> dict[Chain, list[Blo
     return found
 
 
-def _focused(known: Collection[Chain], blocks: Iterable[BlockNeed]) -> list[Chain]:
+def _chains_for(known: Collection[Chain], blocks: Iterable[BlockNeed]) -> list[Chain]:
     """The known chains that tell what some blocks take: at their rows, or on both sides."""
     asked = {_chain(need) for need in blocks}
     found = set()

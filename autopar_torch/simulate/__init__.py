@@ -14,7 +14,7 @@ from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
 from .equal_ranks import leaders, led
-from .jitter import Draw, drawn, usual
+from .jitter import SampledStep, sampled_steps, usual
 from .network import lookup, own_card
 from .tasks import StepTasks
 
@@ -27,7 +27,7 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
     """
     found = leaders(plan, profile, num_rows)
     varies = draws and not profile.jitter.quiet
-    chances = drawn(plan, profile.jitter, draws) if varies else [usual(plan)]
+    chances = sampled_steps(plan, profile.jitter, draws) if varies else [usual(plan)]
     with _uncollected():
         costs = Costs(plan, graph, lookup(profile), found)
         steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
@@ -51,8 +51,8 @@ def _uncollected() -> Iterator[None]:
 
 
 def _step(costs: Costs, num_rows: int, start_s: float,
-          draw: Draw) -> tuple[tuple[Span, ...], float]:
-    tasks = StepTasks(costs, num_rows, draw).build()
+          sampled: SampledStep) -> tuple[tuple[Span, ...], float]:
+    tasks = StepTasks(costs, num_rows, sampled).build()
     times = fluid.run(tasks, capacities(costs.profile.profile.cluster, start_s))
     spans = tuple(
         Span(rank, task.stream, task.name, start, end)
