@@ -58,7 +58,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
 
-    def room(self, cluster: Cluster) -> int:
+    def capacity_bytes(self, cluster: Cluster) -> int:
         """Bytes that a plan may take on every device."""
         return self.memory_bytes or min(device.memory_bytes for device in cluster.devices)
 

@@ -166,7 +166,7 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
 def _changes(case: Case, best: Choice) -> Iterator[str]:
     """The same search with more memory, another batch, faster or slower networks."""
     cluster = case.profile.cluster
-    memory = case.limits.room(cluster)
+    memory = case.limits.capacity_bytes(cluster)
 
     def network(factor: float) -> dict[str, Any]:
         link = msgspec.structs.replace(

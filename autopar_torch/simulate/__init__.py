@@ -13,7 +13,7 @@ from ..profile import Profile
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
-from .equal_ranks import leaders, led
+from .equal_ranks import equal_groups, representatives
 from .jitter import SampledStep, sampled_steps, usual
 from .network import lookup, own_card
 from .tasks import StepTasks
@@ -25,7 +25,7 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
 
     With `draws`, the median of so many steps whose computing times vary as measured.
     """
-    found = leaders(plan, profile, num_rows)
+    found = representatives(plan, profile, num_rows)
     varies = draws and not profile.jitter.quiet
     chances = sampled_steps(plan, profile.jitter, draws) if varies else [usual(plan)]
     with _uncollected():
@@ -34,7 +34,7 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
         peaks = memory.peaks(costs, num_rows)
     steps.sort(key=lambda step: step[1])
     spans, step_s = steps[len(steps) // 2]
-    return Timeline(spans, step_s, peaks, alike=led(found))
+    return Timeline(spans, step_s, peaks, alike=equal_groups(found))
 
 
 @contextlib.contextmanager

@@ -83,19 +83,19 @@ class StageCost:
 
 class Costs:
     """Costs of a plan; everything is looked up once per number of rows. Of ranks that are alike
-    (`simulate/equal_ranks.py`) those of their leaders only."""
+    (`simulate/equal_ranks.py`) those of their representatives only."""
 
     def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
-                 leaders: Mapping[int, int] | None = None) -> None:
+                 representatives: Mapping[int, int] | None = None) -> None:
         self.plan, self.graph, self.profile = plan, graph, profile
-        self.leaders = leaders or {rank: rank for rank in plan.devices}
+        self.representatives = representatives or {rank: rank for rank in plan.devices}
         self.holdings = all_holdings(plan, graph)
         self.shares = {rank: shares_of(plan, graph, rank, self.holdings)
                        for rank in self.leading(plan.devices)}
         self._stages: dict[tuple[int, int, int], StageCost] = {}
 
     def leading(self, ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if self.leaders[rank] == rank]
+        return [rank for rank in ranks if self.representatives[rank] == rank]
 
     def replicas(self) -> list[tuple[int, Replica]]:
         """Those whose ranks lead, with their numbers."""

@@ -24,7 +24,7 @@ def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ..
         schedule = schedule_of(costs, replica, len(counts))
         for lane in schedule.actions:
             found |= _position(costs, r, replica, schedule, lane, counts, states)
-    return tuple(found[costs.leaders[rank]] for rank in costs.plan.devices)
+    return tuple(found[costs.representatives[rank]] for rank in costs.plan.devices)
 
 
 class _Part(NamedTuple):
