@@ -22,7 +22,7 @@ from autopar_torch.find import measuring
 from autopar_torch.plan import check, fit
 from autopar_torch.profile import BlockCost, BlockCosts, Curve, Overheads, Profile
 from autopar_torch.run import shardings, verify
-from autopar_torch.search.why import Case
+from autopar_torch.search.reasons import Case
 from autopar_torch.simulate import simulate
 from ranks import run_ranks
 

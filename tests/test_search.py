@@ -24,9 +24,9 @@ from autopar_torch.search.borders import smallest_bottleneck
 from autopar_torch.search.bounds import Bounded
 from autopar_torch.search.evaluate import Pricer
 from autopar_torch.search.floors import floors
+from autopar_torch.search.reasons import Case, against, candidate_of, time_parts, why
 from autopar_torch.search.space import Candidate, Constraints, as_plan, candidates
 from autopar_torch.search.tables import Tables
-from autopar_torch.search.why import Case, against, candidate_of, time_parts, why
 from autopar_torch.simulate import fluid, simulate
 from autopar_torch.simulate.walk import Pipeline, walk
 from lists import ends_of

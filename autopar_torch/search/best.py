@@ -21,7 +21,7 @@ from .borders import FreeCuts, cuts, even
 from .bounds import ROUNDING, Bounded
 from .evaluate import Found, Pricer
 from .floors import floors
-from .misses import nothing_fits
+from .out_of_memory import nothing_fits
 from .space import Candidate, Candidates, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
 

@@ -17,7 +17,7 @@ from ..simulate.network import lookup
 from .best import Choice, Result, search
 from .evaluate import Pricer
 from .explain import short
-from .misses import GIB, memory_parts
+from .out_of_memory import GIB, memory_parts
 from .space import Candidate, Constraints, Option
 from .tables import Tables
 
