@@ -19,8 +19,8 @@ from ..plan import Plan
 from ..profile import Lookup
 from .borders import FreeCuts, cuts, even
 from .bounds import ROUNDING, Bounded
+from .cut_bounds import lower_bounds
 from .evaluate import Found, Pricer
-from .floors import floors
 from .out_of_memory import nothing_fits
 from .space import Candidate, Candidates, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
@@ -125,7 +125,7 @@ class _Cuts(NamedTuple):
 
     pricer: Pricer
     cuts: list[tuple[int, ...]]
-    floor: Array
+    lower_bounds: Array
 
 
 class _Queue:
@@ -188,7 +188,7 @@ class _Hunt:
                 open_ -= 1
             elif (prepared := self._prepare(self.found[i])) is not None:
                 ready[i] = prepared
-                queue.push(max(bound, float(prepared.floor.min())), i)
+                queue.push(max(bound, float(prepared.lower_bounds.min())), i)
             else:
                 open_ -= 1
         if not exhaustive:
@@ -212,16 +212,16 @@ class _Hunt:
         work = pricer.seconds, candidate.stages()
         tried = list(cuts(*work, fits, free))
         if tried:
-            return _Cuts(pricer, tried, floors(pricer, tried))
+            return _Cuts(pricer, tried, lower_bounds(pricer, tried))
         self.discarded["no cut fits"] += 1
         return None
 
     def _price(self, prepared: _Cuts, exhaustive: bool) -> None:
         """Its best cut of those that fit."""
         best, misses = None, 0
-        for i in np.argsort(prepared.floor, kind="stable"):
+        for i in np.argsort(prepared.lower_bounds, kind="stable"):
             limit = self._limit() if best is None else min(self._limit(), best.step_s)
-            if not exhaustive and prepared.floor[i] > limit * ROUNDING:
+            if not exhaustive and prepared.lower_bounds[i] > limit * ROUNDING:
                 break
             found = self._fitting(prepared.pricer, prepared.cuts[i])
             if found is None:

@@ -178,7 +178,7 @@ class Bounded:
             if c.zero in (1, 2) and c.dp > 1:
                 least = params.leaf.min() if c.pp > 1 else params.leaf.sum()
                 if least:
-                    found[row] += at_least(self._team("gather", int(i)), least)
+                    found[row] += lower_bound_s(self._team("gather", int(i)), least)
         return found[which]
 
     def possible(self, chosen: Ints) -> Ints:
@@ -207,12 +207,12 @@ class Bounded:
         rate = TINY + np.repeat(each, p) + flight * np.repeat(grows, p)
         inverse = np.add.reduceat(1 / rate, starts)
         fitting = np.add.reduceat(np.floor(np.repeat(free_bytes * ROUNDING, p) / rate), starts)
-        least = fixed + np.maximum(mean / p, count / inverse + working)
-        self.memory_bytes[chosen] = least
-        return chosen[(least <= self.capacity_bytes) & (fitting >= count)]
+        lower_bound = fixed + np.maximum(mean / p, count / inverse + working)
+        self.memory_bytes[chosen] = lower_bound
+        return chosen[(lower_bound <= self.capacity_bytes) & (fitting >= count)]
 
 
-def at_least(curve: Curve, num_bytes: float) -> float:
+def lower_bound_s(curve: Curve, num_bytes: float) -> float:
     """Seconds of a message of so many bytes or more, whatever was measured of larger ones."""
     points = getattr(curve, "points", None)  # links that are assumed have none
     if points is None:

@@ -10,7 +10,7 @@ from .evaluate import FIRST_B, FORWARD, INPUT, LAST_B, LAST_W, Pricer, StageSeco
 from .tables import Array
 
 
-def floors(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
+def lower_bounds(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Per cut: no step with these borders is shorter. `bounds` proves the same for all cuts."""
     parts = pricer.weighed(cuts)
     outside = parts.begin.min(axis=1) + pricer.loss_s + parts.update.max(axis=1)
