@@ -25,8 +25,8 @@ from .run.model import ParallelModel
 from .run.randomness import untouched
 from .search.best import KEPT, Result
 from .search.explain import summary
+from .search.reasons import Case
 from .search.space import Constraints
-from .search.why import Case
 from .simulate import simulate as simulated
 from .timeline import Timeline
 from .trace import Traced

@@ -132,7 +132,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from . import api
     from .plan import load_plan
-    from .search.why import against, why
+    from .search.reasons import against, why
 
     case = api.case(*_model(options), options.cluster, **_asked(options))
     best = case.best().best

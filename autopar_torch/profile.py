@@ -21,12 +21,12 @@ from .plan import Sharding
 Number = TypeVar("Number", int, float)
 Source = Literal["datasheet", "derived", "measured"]
 SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
-AGAIN = "/again"  # cells whose backward computes forward again
+RECOMPUTE = "/again"  # in keys of programs whose backward recomputes forward
 EXCHANGE_CORE = 0.5  # of a core, where it was not measured
 QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
 
 
-class Piece(Struct, frozen=True, forbid_unknown_fields=True):
+class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
     """One block of a kind under one sharding, with so many rows, on one rank.
 
     Seconds are a device's own: alone on its core. `comm` counts what tensor groups exchange inside,
@@ -48,7 +48,7 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True):
     stash_bytes: Signed = 0.0  # what the input part of a split backward leaves for the weight part
 
     @property
-    def again(self) -> Piece:
+    def recomputed(self) -> BlockCost:
         """The same with forward computed again in backward, and only the results kept."""
         return replace(
             self,
@@ -60,23 +60,23 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Cell(Struct, frozen=True, forbid_unknown_fields=True):
+class BlockCosts(Struct, frozen=True, forbid_unknown_fields=True):
     """A kind under a sharding, at several numbers of rows."""
 
     kind: Name
     sharding: Name  # `sharding_key`
-    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1)]
+    pieces: Annotated[tuple[BlockCost, ...], Meta(min_length=1)]
     source: Source = "measured"  # in all pieces, else another of SOURCES
 
     def __post_init__(self) -> None:
-        rows = [piece.rows for piece in self.pieces]
+        rows = [cost.rows for cost in self.pieces]
         refuse(not increase(rows), f"pieces of {rows} rows, which must increase")
-        refuse(any(piece.added_s < -piece.backward_s for piece in self.pieces),
-               "added_s of a piece undoes more than its backward_s")
+        refuse(any(cost.added_s < -cost.backward_s for cost in self.pieces),
+               "added_s of a block undoes more than its backward_s")
 
-    def at(self, rows: int) -> Piece:
-        """The piece for so many rows: measured, else on the line through its neighbours."""
-        known = [piece.rows for piece in self.pieces]
+    def at(self, rows: int) -> BlockCost:
+        """The cost of so many rows: measured, else on the line through its neighbours."""
+        known = [cost.rows for cost in self.pieces]
         place = bisect.bisect_left(known, rows)
         if place < len(known) and known[place] == rows:
             return self.pieces[place]
@@ -86,16 +86,16 @@ class Cell(Struct, frozen=True, forbid_unknown_fields=True):
         return _between(self.pieces[low], self.pieces[low + 1], rows)
 
 
-def merged(cells: Iterable[Cell]) -> tuple[Cell, ...]:
-    """One cell per program, in the order of their names, its numbers of rows in order."""
-    pieces: dict[tuple[str, str], dict[int, Piece]] = {}
+def merged(costs: Iterable[BlockCosts]) -> tuple[BlockCosts, ...]:
+    """One entry per program, in the order of their names, its numbers of rows in order."""
+    by_rows: dict[tuple[str, str], dict[int, BlockCost]] = {}
     sources: dict[tuple[str, str], Source] = {}
-    for cell in cells:
-        key = (cell.kind, cell.sharding)
-        pieces.setdefault(key, {}).update({piece.rows: piece for piece in cell.pieces})
-        sources[key] = min(cell.source, sources.get(key, cell.source), key=SOURCES.index)
-    return tuple(Cell(*key, tuple(own[n] for n in sorted(own)), sources[key])
-                 for key, own in sorted(pieces.items()))
+    for found in costs:
+        key = (found.kind, found.sharding)
+        by_rows.setdefault(key, {}).update({cost.rows: cost for cost in found.pieces})
+        sources[key] = min(found.source, sources.get(key, found.source), key=SOURCES.index)
+    return tuple(BlockCosts(*key, tuple(own[n] for n in sorted(own)), sources[key])
+                 for key, own in sorted(by_rows.items()))
 
 
 def few(values: Sequence[Number], most: int) -> list[Number]:
@@ -112,18 +112,18 @@ def around(value: float, points: Collection[Number]) -> set[Number]:
     return {p for p in (below, above) if p is not None}
 
 
-def _scaled(piece: Piece, rows: int) -> Piece:
-    factor = rows / piece.rows
-    return Piece(rows, *[value * factor for value in astuple(piece)[1:]])
+def _scaled(cost: BlockCost, rows: int) -> BlockCost:
+    factor = rows / cost.rows
+    return BlockCost(rows, *[value * factor for value in astuple(cost)[1:]])
 
 
-def _between(a: Piece, b: Piece, rows: int) -> Piece:
+def _between(a: BlockCost, b: BlockCost, rows: int) -> BlockCost:
     """What is never negative does not become so beyond the points."""
     share, values = (rows - a.rows) / (b.rows - a.rows), []
     for x, y in zip(astuple(a)[1:], astuple(b)[1:], strict=True):
         value = x + share * (y - x)
         values.append(value if value > 0 or x < 0 or y < 0 else 0.0)
-    return Piece(rows, *values)
+    return BlockCost(rows, *values)
 
 
 class Curve(Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,8 +181,8 @@ class Overheads(Struct, frozen=True):
         return cut or self.copy_s_per_byte
 
 
-Pace = Annotated[float, Meta(gt=0.0, le=1e6)]
-Quantiles = Annotated[tuple[Pace, ...], Meta(min_length=1, max_length=10**4)]
+Slowdown = Annotated[float, Meta(gt=0.0, le=1e6)]
+Quantiles = Annotated[tuple[Slowdown, ...], Meta(min_length=1, max_length=10**4)]
 
 
 class Jitter(Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,10 +200,10 @@ class Jitter(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
-    """Cells of one model, curves of one cluster, and what else a step costs."""
+    """Blocks of one model, curves of one cluster, and what else a step costs."""
 
     cluster: Cluster
-    cells: tuple[Cell, ...]
+    cells: tuple[BlockCosts, ...]
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
     jitter: Jitter = Jitter()
@@ -220,17 +220,17 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
         files.save(self, path)
 
 
-class CellNeed(Struct, frozen=True, dict=True):
-    """A cell that some plan runs."""
+class BlockNeed(Struct, frozen=True, dict=True):
+    """A block that some plan runs, with so many rows."""
 
     kind: str
     sharding: Sharding | None
     rows: int
-    again: bool = False  # forward computed again in backward
+    recompute: bool = False  # forward computed again in backward
 
     @cached_property
     def key(self) -> str:
-        return cell_key(self.sharding, self.again)
+        return program_key(self.sharding, self.recompute)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.key, self.rows))
@@ -249,20 +249,20 @@ class Lookup:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.cells = {(cell.kind, cell.sharding): cell for cell in profile.cells}
+        self.costs = {(c.kind, c.sharding): c for c in profile.cells}
         self.curves = {(curve.op, curve.group): curve for curve in profile.curves}
-        self._pieces: dict[tuple[str, str, int], Piece] = {}
+        self._known: dict[tuple[str, str, int], BlockCost] = {}
 
-    def piece(self, kind: str, sharding: str, rows: int) -> Piece:
+    def cost(self, kind: str, sharding: str, rows: int) -> BlockCost:
         key = (kind, sharding, rows)
-        if key not in self._pieces:
-            if key[:2] not in self.cells:
+        if key not in self._known:
+            if key[:2] not in self.costs:
                 raise ProfileError(
                     f"{kind} under sharding {sharding or 'whole'} was not measured",
                     where="Profile.cells", fix="measure again for this plan",
                 )
-            self._pieces[key] = self.cells[key[:2]].at(rows)
-        return self._pieces[key]
+            self._known[key] = self.costs[key[:2]].at(rows)
+        return self._known[key]
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         group = self.profile.cluster.place(ranks)
@@ -289,7 +289,7 @@ def sharding_key(sharding: Sharding | None) -> str:
     return sharding.key if sharding else ""
 
 
-def cell_key(sharding: Sharding | str | None, again: bool) -> str:
-    """Names the program of a cell (its sharding, or the key of that) and how its backward runs."""
+def program_key(sharding: Sharding | str | None, recompute: bool) -> str:
+    """Names the program of a block (its sharding, or the key of that) and how its backward runs."""
     own = sharding if isinstance(sharding, str) else sharding_key(sharding)
-    return own + (AGAIN if again else "")
+    return own + (RECOMPUTE if recompute else "")

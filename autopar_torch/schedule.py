@@ -198,8 +198,8 @@ def _interleaved(progress: _Progress, action: Action) -> bool:
     if sum(progress.in_flight(stage, until) for stage in mine) > warm_up + progress.slack:
         return False
     # Overtaking would fill the limit with forwards whose backward needs the one overtaken.
-    begun, turn = progress.started[Op.F], (action.micro_batch // count, action.stage)
-    return all((begun[stage] // count, stage) >= turn or begun[stage] == progress.num_micro_batches
+    begun, own = progress.started[Op.F], (action.micro_batch // count, action.stage)
+    return all((begun[stage] // count, stage) >= own or begun[stage] == progress.num_micro_batches
                for stage in mine)
 
 
@@ -261,7 +261,7 @@ def order(
     rule, ops = (_RULES[name], (Op.F, *split)) if backward else (_gpipe, (Op.F,))
     progress = _Progress(position_of, num_micro_batches, ops)
     played = _play(progress, rule, len(progress.stages) if name == "interleaved" else 1)
-    return _hurry(played, position_of) if name == "1f1b" and backward else played
+    return _split_last_backwards(played, position_of) if name == "1f1b" and backward else played
 
 
 def _play(progress: _Progress, rule: _Rule, group: int) -> list[Action]:
@@ -300,15 +300,14 @@ def _pick(progress: _Progress, rule: _Rule, group: int, position: int) -> Action
     return best
 
 
-def _hurry(played: list[Action], position_of: Sequence[int]) -> list[Action]:
+def _split_last_backwards(played: list[Action], position_of: Sequence[int]) -> list[Action]:
     """While a pipeline drains, positions wait for those after them: so once a position has done its
     forwards, it first does of each backward what the one before waits for."""
     last = {position_of[a.stage]: index for index, a in enumerate(played) if a.op is Op.F}
     found: list[Action] = []
     for index, action in enumerate(played):
-        drains = index > last[position_of[action.stage]]
-        halves = drains and transfer(action, SENDS, position_of)
-        found += [action._replace(op=op) for op in (Op.I, Op.W)] if halves else [action]
+        splits = index > last[position_of[action.stage]] and transfer(action, SENDS, position_of)
+        found += [action._replace(op=op) for op in (Op.I, Op.W)] if splits else [action]
     return found
 
 

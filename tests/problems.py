@@ -12,7 +12,15 @@ from msgspec.structs import replace
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from autopar_torch.plan import Sharding
-from autopar_torch.profile import Cell, Curve, Lookup, Overheads, Piece, Profile, cell_key
+from autopar_torch.profile import (
+    BlockCost,
+    BlockCosts,
+    Curve,
+    Lookup,
+    Overheads,
+    Profile,
+    program_key,
+)
 from autopar_torch.search.space import Constraints, Option
 from autopar_torch.simulate.network import lookup
 
@@ -95,21 +103,21 @@ def _model(draw: random.Random, num_kinds: int,
     return list(kinds), ModelGraph(kinds, tuple(blocks), params, {"loss": f"v{num_blocks - 1}"})
 
 
-def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Cell]:
+def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[BlockCosts]:
     base, back, kept = draw.uniform(1e-3, 1e-2), draw.uniform(1.0, 3.0), draw.choice([500, 2000])
     comm = 0.0 if sharding is None else 1e-3
     early, late = draw.choice([(0.6, 0.4), (0.5, 0.7), (1.1, 0.0), (0.4, 0.5)])  # as noise has it
     found = []
-    for again in (False, True):
-        extra = base if again else 0.0
+    for recompute in (False, True):
+        extra = base if recompute else 0.0
         pieces = tuple(
-            Piece(n, base * n, (back * base + extra) * n, (early * back * base + extra) * n,
-                  late * back * base * n, comm, comm * (2 if again else 1), 256.0 * n,
-                  (256.0 if again else kept) * n, 600.0 * n, 700.0 * n,
+            BlockCost(n, base * n, (back * base + extra) * n, (early * back * base + extra) * n,
+                  late * back * base * n, comm, comm * (2 if recompute else 1), 256.0 * n,
+                  (256.0 if recompute else kept) * n, 600.0 * n, 700.0 * n,
                   added_s=(early - 0.6) * base * n, stash_bytes=1.2 * kept * n)
             for n in (1, 16)
         )
-        found.append(Cell(kind, cell_key(sharding, again), pieces))
+        found.append(BlockCosts(kind, program_key(sharding, recompute), pieces))
     return found
 
 

@@ -20,9 +20,9 @@ from autopar_torch.cluster import Change, Cluster, Device, Link, named
 from autopar_torch.errors import AutoparError, FileError, NounError, PlanError, ShardingError
 from autopar_torch.find import measuring
 from autopar_torch.plan import check, fit
-from autopar_torch.profile import Cell, Curve, Overheads, Piece, Profile
+from autopar_torch.profile import BlockCost, BlockCosts, Curve, Overheads, Profile
 from autopar_torch.run import shardings, verify
-from autopar_torch.search.why import Case
+from autopar_torch.search.reasons import Case
 from autopar_torch.simulate import simulate
 from ranks import run_ranks
 
@@ -155,10 +155,10 @@ def test_nouns_that_contradict_themselves_are_not_made() -> None:
         lambda: Cluster(two, link, link, (Change(0.0, "network", 0.5),)),
         lambda: Change(0.0, "link 0", 1e-300),
         lambda: Device("d", 1e12, 1e11, 2**30, efficiency=((2.0, 0.5), (1.0, 0.5))),
-        lambda: Cell("k", "", (Piece(2, 1.0, 1.0), Piece(1, 1.0, 1.0))),
-        lambda: Cell("k", "", (Piece(2, 1.0, 1.0, added_s=-2.0),)),
+        lambda: BlockCosts("k", "", (BlockCost(2, 1.0, 1.0), BlockCost(1, 1.0, 1.0))),
+        lambda: BlockCosts("k", "", (BlockCost(2, 1.0, 1.0, added_s=-2.0),)),
         lambda: Curve("sum", "2 on 2", ((2.0, 1.0), (1.0, 1.0))),
-        lambda: Profile(Cluster(two, link, link), (Cell("k", "", ()), Cell("k", "", ()))),
+        lambda: Profile(Cluster(two, link, link), (BlockCosts("k", "", ()),) * 2),
     ):
         with pytest.raises(NounError):
             wrong()

@@ -167,6 +167,24 @@ def says_nothing(handler: ast.ExceptHandler) -> bool:
     )
 
 
+def names_of_types(path: Path) -> set[str]:
+    """Classes that a file defines, and the CamelCase names of its aliases."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    assigned = (t for n in body if isinstance(n, (ast.Assign, ast.AnnAssign))
+                for t in (n.targets if isinstance(n, ast.Assign) else [n.target]))
+    return {n.name for n in body if isinstance(n, ast.ClassDef)} | {
+        t.id for t in assigned
+        if isinstance(t, ast.Name) and t.id.lstrip("_")[:1].isupper() and not t.id.isupper()}
+
+
+def test_no_type_has_the_name_of_another() -> None:
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for name in names_of_types(path):
+            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in found.items() if len(where) > 1}
+
+
 def is_print(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
@@ -199,6 +217,14 @@ def test_the_way_from_parallelize_to_a_collective_is_as_told(which: int, most: i
     assert way[0].name == "api.py" and way[-1].name == "collectives.py" and len(way) <= most
     for place, path in enumerate(way[1:], 1):
         assert any(path in files_imported(before) for before in way[:place]), path
+
+
+def test_the_glossary_explains_25_words_of_the_code() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Glossary")[2]
+    words = re.findall(r"^\| ([a-z -]+) \| ", text, re.M)[1:]
+    code = "".join(path.read_text(encoding="utf-8") for path in SOURCES).lower().replace("_", "")
+    assert len(words) == 25 and words == sorted(words)
+    assert not [word for word in words if re.sub("[ -]", "", word) not in code]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -22,10 +22,10 @@ from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
 from autopar_torch.measure.links import Line, Lines, Seen
 from autopar_torch.measure.overlap import Overlap, Probe, overlap
-from autopar_torch.measure.samples import Sample, Scales, paces, scales, variation
-from autopar_torch.measure.stats import paced_medians, trimmed_mean
+from autopar_torch.measure.samples import Sample, Scales, scales, slowdowns, variation
+from autopar_torch.measure.stats import interleaved_medians, trimmed_mean
 from autopar_torch.plan import fit
-from autopar_torch.profile import AGAIN, Cell, CurveNeed, Piece, Profile, merged
+from autopar_torch.profile import RECOMPUTE, BlockCost, BlockCosts, CurveNeed, Profile, merged
 from autopar_torch.run.world import World
 from autopar_torch.search.space import Constraints
 from autopar_torch.shard.collectives import Axis
@@ -162,8 +162,8 @@ def test_blocks_add_up_to_what_whole_rounds_take() -> None:
 
 
 def test_a_cell_that_was_measured_in_part_says_so() -> None:
-    cells = [Cell("layer", AGAIN, (Piece(4, 1.0, 1.0),)),
-             Cell("layer", AGAIN, (Piece(2, 1.0, 1.0),), "derived")]
+    cells = [BlockCosts("layer", RECOMPUTE, (BlockCost(4, 1.0, 1.0),)),
+             BlockCosts("layer", RECOMPUTE, (BlockCost(2, 1.0, 1.0),), "derived")]
     [cell] = merged(cells)
     assert [piece.rows for piece in cell.pieces] == [2, 4] and cell.source == "derived"
 
@@ -180,7 +180,7 @@ class Shaky:
     def noise(self) -> dict[str, float]:
         return {} if self.rounds >= self.sure_after else {"layer at 4 rows": 0.7}
 
-    def focus(self, *_: object) -> None:
+    def refine(self, *_: object) -> None:
         pass
 
     def derives(self, *_: object) -> bool:
@@ -197,7 +197,7 @@ def test_noise_is_measured_away_or_named(
 ) -> None:
     session = Shaky(sure_after)
     looks = []
-    monkeypatch.setattr(measuring, "session_on", lambda *_, look: looks.append(look) or session)
+    monkeypatch.setattr(measuring, "session_on", lambda *_, quick: looks.append(quick) or session)
     known = ap.measure(*gpt(layers=1), seconds=seconds)
     assert looks == [seconds < 1], "whoever has time measures recomputing too"
     if known.profile.noise:
@@ -230,15 +230,15 @@ def test_at_a_look_recomputing_is_derived_until_a_plan_asks_for_it() -> None:
     cluster = cluster_of(parallel.world)
     needs, curves = needs_of([parallel.plan, again], traced.graph, cluster, call.num_rows)
     found = session_on(cluster, needs, curves, traced, call, tensors, {}, parallel.world,
-                       parallel.device, look=True)
+                       parallel.device, quick=True)
     [kept] = found.chains
     found.round()
     cells = {(cell.kind, cell.sharding): cell for cell in found.profile().cells}
     for kind, _ in cells:
-        assert cells[kind, AGAIN].source == "derived" and cells[kind, ""].source == "measured"
-        assert cells[kind, AGAIN].pieces == tuple(p.again for p in cells[kind, ""].pieces)
-    found.focus(needs_of([again], traced.graph, cluster, call.num_rows)[0], [])
-    assert list(found.chains) == [kept, kept._replace(again=True)]
+        assert cells[kind, RECOMPUTE].source == "derived" and cells[kind, ""].source == "measured"
+        assert cells[kind, RECOMPUTE].pieces == tuple(p.recomputed for p in cells[kind, ""].pieces)
+    found.refine(needs_of([again], traced.graph, cluster, call.num_rows)[0], [])
+    assert list(found.chains) == [kept, kept._replace(recompute=True)]
     with pytest.raises(ProfileError, match="nothing was measured"):
         found.profile()
     found.round()
@@ -265,11 +265,11 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
              for m in (1, 2, 4) for r in (False, True)]
     found = session(traced, plans, call, tensors, {}, parallel.world, parallel.device)
     cluster = cluster_of(parallel.world)
-    found.focus(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
+    found.refine(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
     found.round()
     sampled = {chain for chain, blocks in found.chains.items() if blocks.switched}
     assert sampled == {((), False, call.num_rows // 2)} < set(found.chains)
-    found.focus(*needs_of(plans, traced.graph, cluster, call.num_rows))
+    found.refine(*needs_of(plans, traced.graph, cluster, call.num_rows))
     found.round()
     assert all(blocks.switched for blocks in found.chains.values()), "what was left out comes back"
 
@@ -326,7 +326,7 @@ def test_a_rank_that_stays_behind_varies_the_pace_of_both() -> None:
     """Beside its own rounds it would look steady."""
     quick, slow = [Sample(1.0, 0.0)] * 4, [Sample(1.2, 0.0)] * 4
     ranks = [variation([samples]).rounds for samples in (quick, slow)]
-    assert sorted(paces(ranks)) == pytest.approx([1 / 1.1] * 4 + [1.2 / 1.1] * 4)
+    assert sorted(slowdowns(ranks)) == pytest.approx([1 / 1.1] * 4 + [1.2 / 1.1] * 4)
 
 
 def test_who_is_far_behind_after_a_heat_steps_no_more() -> None:
@@ -348,7 +348,7 @@ def test_a_plan_takes_as_long_as_its_slowest_rank() -> None:
 def test_who_is_quicker_in_most_rounds_is_quicker_whatever_spells_they_met() -> None:
     quick, slow = [1.0, 1.0, 2.0, 2.0, 2.2], [1.05, 1.05, 2.1, 2.1, 1.0]
     assert statistics.median(quick) > statistics.median(slow)
-    first, second, stopped = paced_medians([quick, slow, [3.0, 3.0]])
+    first, second, stopped = interleaved_medians([quick, slow, [3.0, 3.0]])
     assert second / first == pytest.approx(1.05)
     assert stopped / first == pytest.approx(3.0), "who stopped in a quick spell was no quicker"
 

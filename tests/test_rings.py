@@ -35,9 +35,9 @@ def test_the_estimate_of_a_block_is_what_the_solver_minimised() -> None:
         graph = traced.programs[block.kind]
         table = solve.tabulate(graph, (4,), prices, spatial="never")
         sharding = solve.read_out(table, block.kind, dict.fromkeys(table.borders, 0))
-        piece = estimate(graph, sharding, prices)
-        total = piece.forward_s + piece.backward_s + _parameters(graph, sharding, prices)
-        total += piece.comm_forward_s + piece.comm_backward_s
+        cost = estimate(graph, sharding, prices)
+        total = cost.forward_s + cost.backward_s + _parameters(graph, sharding, prices)
+        total += cost.comm_forward_s + cost.comm_backward_s
         assert total == pytest.approx(sharding.cost_s)
 
 

@@ -162,7 +162,7 @@ def test_every_stage_computes_every_micro_batch_once(
 
 @UNTIMED
 @given(layouts, counts)
-def test_1f1b_hurries_backwards_that_others_wait_for_once_the_forwards_are_done(
+def test_1f1b_splits_backwards_that_others_wait_for_once_the_forwards_are_done(
     position_of: list[int], m: int
 ) -> None:
     for channel in build("1f1b", position_of, m).actions:

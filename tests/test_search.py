@@ -22,11 +22,11 @@ from autopar_torch.schedule import Action, Op, build
 from autopar_torch.search.best import Choice, Result, search, varied
 from autopar_torch.search.borders import smallest_bottleneck
 from autopar_torch.search.bounds import Bounded
+from autopar_torch.search.cut_bounds import lower_bounds
 from autopar_torch.search.evaluate import Pricer
-from autopar_torch.search.floors import floors
+from autopar_torch.search.reasons import Case, against, candidate_of, time_parts, why
 from autopar_torch.search.space import Candidate, Constraints, as_plan, candidates
 from autopar_torch.search.tables import Tables
-from autopar_torch.search.why import Case, against, candidate_of, time_parts, why
 from autopar_torch.simulate import fluid, simulate
 from autopar_torch.simulate.walk import Pipeline, walk
 from lists import ends_of
@@ -93,10 +93,10 @@ def test_no_cut_is_below_its_bounds(seed: int) -> None:
         pricer = Pricer(tables, found[i], num_rows)
         blocks = len(graph.blocks)
         cuts = every_cut(blocks, found[i].stages())
-        for cut, floor in zip(cuts, floors(pricer, cuts), strict=True):
+        for cut, lower_bound in zip(cuts, lower_bounds(pricer, cuts), strict=True):
             price = pricer.price(cut)
             assert below.seconds[i] <= price.step_s * (1 + 1e-9)
-            assert floor <= price.step_s * (1 + 1e-9)
+            assert lower_bound <= price.step_s * (1 + 1e-9)
             assert below.memory_bytes[i] <= price.memory_bytes * (1 + 1e-9)
             fits = Bounded(found[i : i + 1], tables, num_rows, price.memory_bytes * (1 + 1e-9))
             assert len(fits.possible(np.arange(1)))

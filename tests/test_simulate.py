@@ -23,9 +23,9 @@ from autopar_torch.schedule import Action, Op
 from autopar_torch.shard.parts import copy_rows
 from autopar_torch.simulate import memory, simulate
 from autopar_torch.simulate.costs import Costs
-from autopar_torch.simulate.equal_ranks import leaders, led
+from autopar_torch.simulate.equal_ranks import equal_groups, representatives
 from autopar_torch.simulate.fluid import Capacity, Task, run
-from autopar_torch.simulate.jitter import drawn
+from autopar_torch.simulate.jitter import sampled_steps
 from autopar_torch.simulate.network import lookup
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
 from autopar_torch.trace import trace
@@ -254,7 +254,7 @@ def test_a_rank_that_stands_for_others_tells_what_each_would(
     few = simulate(whole, traced.graph, profile, 128)
     monkeypatch.setattr(
         sys.modules["autopar_torch.simulate"],
-        "leaders",
+        "representatives",
         lambda plan, profile, rows: {rank: rank for rank in plan.devices},
     )
     all_ = simulate(whole, traced.graph, profile, 128)
@@ -276,17 +276,18 @@ def test_who_differs_from_others_speaks_for_itself_alone() -> None:
     call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
     plan = ap.Plan.uniform(tp=2, dp=2)
     whole, profile = profile_for(plan, trace(model, call), 4, "2x2xA100-80")
-    assert led(leaders(whole, profile, 4)) == ((0, 1, 2, 3),)
-    assert led(leaders(whole, profile, 5)) == (), "one replica has a row more"
+    assert equal_groups(representatives(whole, profile, 4)) == ((0, 1, 2, 3),)
+    assert equal_groups(representatives(whole, profile, 5)) == (), "one replica has a row more"
     changing = replace(profile.cluster, changes=(Change(1.0, "link 0", 0.5),))
-    assert led(leaders(whole, replace(profile, cluster=changing), 4)) == ()
+    assert equal_groups(representatives(whole, replace(profile, cluster=changing), 4)) == ()
     crowded = replace(profile.cluster, cores=(0, 0, 1, 1))
-    assert led(leaders(whole, replace(profile, cluster=crowded), 4)) == ()
-    assert led(leaders(whole, replace(profile, assumed=False), 4)) == (), "it was measured"
+    assert equal_groups(representatives(whole, replace(profile, cluster=crowded), 4)) == ()
+    measured = replace(profile, assumed=False)
+    assert equal_groups(representatives(whole, measured, 4)) == ()
     crossed = ap.Plan.uniform(tp=4, tp_mesh=(2, 2), dp=2)
-    assert led(leaders(crossed, replace(profile, cluster=named("2x4xA100-80")), 4))
-    assert not led(
-        leaders(replace(crossed, zero=1), replace(profile, cluster=named("2x4xA100-80")), 4)
+    assert equal_groups(representatives(crossed, replace(profile, cluster=named("2x4xA100-80")), 4))
+    assert not equal_groups(
+        representatives(replace(crossed, zero=1), replace(profile, cluster=named("2x4xA100-80")), 4)
     )
 
 
@@ -303,11 +304,11 @@ def test_what_lies_ready_for_messages_is_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() -> None:
-    paces = (0.5, 0.8, 1.0, 1.2, 1.5)
-    draws = drawn(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=paces), 5)
-    assert all(d.pace[0] == d.pace[1] and d.pace[2] == d.pace[3] for d in draws)
-    assert [tuple(sorted(d.pace[rank] for d in draws)) for rank in (0, 2)] == [paces, paces]
-    assert any(d.pace[0] != d.pace[2] for d in draws)
+    wanted = (0.5, 0.8, 1.0, 1.2, 1.5)
+    draws = sampled_steps(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=wanted), 5)
+    assert all(d.slowdown[0] == d.slowdown[1] and d.slowdown[2] == d.slowdown[3] for d in draws)
+    assert [tuple(sorted(d.slowdown[rank] for d in draws)) for rank in (0, 2)] == [wanted] * 2
+    assert any(d.slowdown[0] != d.slowdown[2] for d in draws)
 
 
 @pytest.mark.parametrize("jitter", [Jitter(rank=(0.6, 0.8, 1.0, 1.2, 1.4)),

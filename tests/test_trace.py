@@ -16,7 +16,7 @@ import zoo
 from autopar_torch.errors import AutoparError, PlanError, TraceError
 from autopar_torch.model import ROWS, at_rows
 from autopar_torch.run import tracing
-from autopar_torch.trace import Traced, sent, trace
+from autopar_torch.trace import Traced, serialize, trace
 from autopar_torch.trace.call import take_apart
 
 
@@ -99,7 +99,7 @@ def _shown(graph: fx.Graph) -> list[str]:
 @pytest.mark.parametrize("name", ZOO)
 def test_who_reads_a_trace_has_what_the_tracing_rank_found(name: str) -> None:
     found = traced(zoo.build(name), **zoo.batch(name, 2))
-    read = sent.unpack(sent.pack(found))
+    read = serialize.unpack(serialize.pack(found))
     assert isinstance(read, Traced)
     assert (read.graph, read.sources, read.outputs, read.rowless) == (
         found.graph, found.sources, found.outputs, found.rowless)
@@ -130,7 +130,7 @@ class Chancy(Scaled):
 
 def test_constants_travel_with_a_trace() -> None:
     found = traced(Scaled(), x=torch.ones(2, 4))
-    read = sent.unpack(sent.pack(found))
+    read = serialize.unpack(serialize.pack(found))
     assert isinstance(read, Traced) and read.consts
     assert read.consts.keys() == found.consts.keys()
     assert all(torch.equal(read.consts[name], own) for name, own in found.consts.items())
@@ -171,7 +171,7 @@ def test_calls_with_nameless_objects_are_one_call_on_every_rank() -> None:
 
 def test_what_stops_the_tracing_rank_stops_the_others_with_the_same_words() -> None:
     error = TraceError("no loss", where="forward", fix="return one")
-    read = sent.unpack(sent.pack(error))
+    read = serialize.unpack(serialize.pack(error))
     assert (type(read), str(read)) == (TraceError, str(error))
     assert isinstance(read, TraceError) and (read.where, read.fix) == (error.where, error.fix)
 

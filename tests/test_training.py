@@ -393,7 +393,7 @@ def test_memory_that_was_freed_is_not_mapped_anew() -> None:
     """Once it has settled; in a process of its own, as it stays so."""
     code = """
 import resource, torch
-from autopar_torch.run import heap
+from autopar_torch.run import freed_pages
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def steps(count):
@@ -402,7 +402,7 @@ def steps(count):
         torch.ones(16 << 20)
     return faults() - before
 unkept = steps(5)
-heap.keep_freed_pages()
+freed_pages.keep_freed_pages()
 steps(10)
 print(unkept, steps(5))
 """

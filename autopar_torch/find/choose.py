@@ -68,17 +68,17 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     Where nothing was measured, the engine would only repeat the walk. What the search took to fit,
     the engine may find too large: then the search is asked for less.
     """
-    looked_at = kept if known.profile.assumed else max(kept, MOST_KEPT)
-    result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=looked_at)
+    num_kept = kept if known.profile.assumed else max(kept, MOST_KEPT)
+    result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=num_kept)
     choices = list(result.choices)
     if not known.profile.assumed:
         choices = _simulated(varied(choices, kept), graph, known.profile, num_rows)
-        room = limits.room(known.profile.cluster)
+        capacity_bytes = limits.capacity_bytes(known.profile.cluster)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
-        if least > room:
-            less = replace(limits, memory_bytes=int(room * room / least))
+        if least > capacity_bytes:
+            less = replace(limits, memory_bytes=int(capacity_bytes * capacity_bytes / least))
             return best(graph, known, num_rows, less, kept)
-        choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= room]
+        choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= capacity_bytes]
         choices.sort(key=lambda c: c.step_s)
     first, *others = choices[:kept]
     reason = f"fastest of {result.considered} candidates"
@@ -138,7 +138,7 @@ def _hashed(*parts: bytes) -> str:
 def _sources() -> str:
     """What an answer depends on beside the question: how it is found."""
     package = Path(__file__).resolve().parent.parent
-    sources = sorted(p for room in ROOMS for p in (package / room).glob("*.py"))
+    sources = sorted(p for folder in ROOMS for p in (package / folder).glob("*.py"))
     return _hashed(*(p.read_bytes() for p in sources))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..guards import Guards
-from ..measure.stats import paced_medians
+from ..measure.stats import interleaved_medians
 from ..run.materialize import full_values
 from ..run.model import ParallelModel
 from ..run.world import World
@@ -23,10 +23,10 @@ from ..shard.watch import between, stamp
 from ..trace import Traced
 from ..trace.call import Call
 
-# Rounds; who is slower than the best by that then stops.
-HEATS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.04), (64, 1.02), (128, 1.0))
+# (rounds, factor): whoever is slower by more than that than the best then stops.
+CUTOFFS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.04), (64, 1.02), (128, 1.0))
 UNWATCHED = Guards(batches=False, nan=False, drift_every=0)  # it is not the user's training
-ENOUGH_S = 45.0  # then no further heat begins
+ENOUGH_S = 45.0  # then no further rounds begin
 
 
 class StepRunner(Protocol):
@@ -37,7 +37,7 @@ class StepRunner(Protocol):
     def timed(self) -> None: ...
 
 
-def race(runners: Sequence[StepRunner], heats: Iterable[tuple[int, float]], world: World,
+def race(runners: Sequence[StepRunner], cutoffs: Iterable[tuple[int, float]], world: World,
          stays: Collection[int] = (),
          enough_s: float = math.inf) -> list[list[float]]:
     """Steps in turn, the order drawn anew each round; who is far behind stops. The seconds of each
@@ -48,14 +48,14 @@ def race(runners: Sequence[StepRunner], heats: Iterable[tuple[int, float]], worl
         runner.seconds.clear()
     running, done = list(range(len(runners))), 0
     rounds_s: list[list[float]] = [[] for _ in runners]
-    for rounds, factor in heats:
+    for rounds, factor in cutoffs:
         for number in range(done, rounds):
             for i in random.Random(number).sample(running, len(running)):
                 runners[i].timed()
         done = rounds
         everyone = world.gather([runner.seconds for runner in runners])
         rounds_s = [slowest(ranks) for ranks in zip(*everyone, strict=True)]
-        so_far = paced_medians(rounds_s)
+        so_far = interleaved_medians(rounds_s)
         limit = min(so_far[i] for i in running) * factor
         running = [i for i in running if so_far[i] <= limit or i in stays]
         spent_s = max(world.gather(time.perf_counter() - begin))
@@ -104,8 +104,8 @@ def confirmed(parallel: ParallelModel, found: Result, count: int, traced: Traced
     """The same search with its first `count` plans in the order of the clock."""
     tried = varied(found.choices, count)
     trials = [_PlanTrial(parallel, choice, traced, call, tensors) for choice in tried]
-    rounds_s = race(trials, HEATS, parallel.world, enough_s=ENOUGH_S)
-    times = paced_medians(rounds_s)
+    rounds_s = race(trials, CUTOFFS, parallel.world, enough_s=ENOUGH_S)
+    times = interleaved_medians(rounds_s)
     order = sorted(range(len(tried)), key=lambda i: (-len(rounds_s[i]), times[i]))
     rest = [choice for choice in found.choices if choice not in tried]
     return msgspec.structs.replace(found, choices=(*(tried[i] for i in order), *rest),

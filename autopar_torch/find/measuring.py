@@ -1,4 +1,4 @@
-"""Measure what the plans of a model need: a look at everything, then what may be the fastest."""
+"""Measure what the plans of a model need: quickly everything, then what may be the fastest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import QUICK_S, CellNeed, CurveNeed, Lookup, Profile, cell_key, few
+from ..profile import QUICK_S, BlockNeed, CurveNeed, Lookup, Profile, few, program_key
 from ..run.world import World
 from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
@@ -40,7 +40,7 @@ MOST_TP = 8
 OLD_DAYS = 30  # drivers, clocks and neighbours change
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
 MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
-LINK_ROUNDS, FOCUSED_ROUNDS, MOST_ROUNDS = 3, 2, 10
+LINK_ROUNDS, REFINE_ROUNDS, MOST_ROUNDS = 3, 2, 10
 CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
 MOST_NAMES = 3  # of what is too uncertain
 
@@ -84,18 +84,18 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
         return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
-    cells, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
-    session = session_on(cluster, cells, curves, traced, call, tensors, buffers, world, device,
-                         look=seconds <= QUICK_S)
+    blocks, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
+    session = session_on(cluster, blocks, curves, traced, call, tensors, buffers, world, device,
+                         quick=seconds <= QUICK_S)
     session.round()
-    profile = _looked_closer(session, ways_known, traced.graph, call.num_rows, limits, world,
-                             seconds)
+    profile = _refined(session, ways_known, traced.graph, call.num_rows, limits, world,
+                       seconds)
     name_noise(profile, world)
     return Known(tuple(ways_known), profile, digest(traced.graph), made_with())
 
 
-def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
-                   limits: Constraints, world: World, seconds: float) -> Profile:
+def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
+             limits: Constraints, world: World, seconds: float) -> Profile:
     """After rounds of what may be the fastest by what is known so far, until the time is over or
     that is known well, and none of it derived."""
     profile = session.profile()
@@ -104,12 +104,12 @@ def _looked_closer(session: Session, options: Sequence[Option], graph: ModelGrap
         enough = _late(deadline, world) or _known_well(session)
         factor = CLOSE[-1] if enough else next(factors)
         plans = _close(graph, options, profile, num_rows, limits, factor, world)
-        cells, curves = _asked(plans, graph, profile.cluster, num_rows, world)
-        fresh = session.derives(cells)
-        session.focus(cells, curves)
+        blocks, curves = _asked(plans, graph, profile.cluster, num_rows, world)
+        fresh = session.derives(blocks)
+        session.refine(blocks, curves)
         if enough and not fresh:
             return session.profile()  # with the noise of what is close
-        for done in range(FOCUSED_ROUNDS):
+        for done in range(REFINE_ROUNDS):
             if done and not fresh and _late(deadline, world):
                 break
             session.round()
@@ -132,7 +132,7 @@ def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_r
             most_s = found.best.step_s * factor
             close = [c.plan for c in found.choices if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
-            log.debug("profile: no plan to look at more closely: %s", error)
+            log.debug("profile: no plan to measure more closely: %s", error)
     return world.told(close, list[Plan])
 
 
@@ -152,7 +152,7 @@ def _late(deadline: float, world: World) -> bool:
     return any(world.gather(time.perf_counter() > deadline))
 
 
-Needs = tuple[list[CellNeed], list[CurveNeed]]
+Needs = tuple[list[BlockNeed], list[CurveNeed]]
 
 
 def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows: int,
@@ -160,24 +160,24 @@ def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows:
     """What plans need; every rank asks for its share of them."""
     own = needs_of(plans[world.rank :: world.size], graph, cluster, num_rows)
     everyone = world.gather(own)
-    cells = dict.fromkeys(need for cells, _ in everyone for need in cells)
-    return list(cells), list(dict.fromkeys(need for _, curves in everyone for need in curves))
+    blocks = dict.fromkeys(need for blocks, _ in everyone for need in blocks)
+    return list(blocks), list(dict.fromkeys(need for _, curves in everyone for need in curves))
 
 
 def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
            num_rows: int, world: World) -> Needs:
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
-    cells, curves = _asked(plans, traced.graph, cluster, num_rows, world)
+    blocks, curves = _asked(plans, traced.graph, cluster, num_rows, world)
     wanted: dict[tuple[int, bool], set[int]] = {}
     for c in found:
         wanted.setdefault((c.option, c.recompute), set()).add(c.rows(num_rows))
-    by_key = {(need.kind, need.key): need for need in cells}
-    every: dict[CellNeed, None] = {}
+    by_key = {(need.kind, need.key): need for need in blocks}
+    every: dict[BlockNeed, None] = {}
     for (index, recompute), rows in wanted.items():
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
-            again = recompute and not traced.graph.kinds[block.kind].mutates
-            need = by_key[block.kind, cell_key(sharding, again)]
+            recomputed = recompute and not traced.graph.kinds[block.kind].mutates
+            need = by_key[block.kind, program_key(sharding, recomputed)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
     return list(every), curves

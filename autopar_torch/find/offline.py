@@ -10,13 +10,13 @@ from .. import files
 from ..cluster import Cluster, Device, Link, named
 from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
-from ..profile import Cell, CellNeed, Overheads, Profile, few, merged
+from ..profile import BlockCosts, BlockNeed, Overheads, Profile, few, merged
 from ..run import verify
 from ..run.shardings import complete
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
-from ..simulate.to_measure import cells_of
+from ..simulate.to_measure import block_needs
 from ..trace import Traced
 from . import ways
 from .measuring import MOST_TP, Known, digest, tell_stale
@@ -76,17 +76,18 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
     whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
     verify.check(whole, traced)
-    needs = dict.fromkeys(cells_of(whole, traced.graph, num_rows))
-    cells = [_cell(need, traced, device, prices) for need in needs]
-    return whole, Profile(place, merged(cells), overheads=overheads(device, plan.precision),
+    needs = dict.fromkeys(block_needs(whole, traced.graph, num_rows))
+    costs = [_costs(need, traced, device, prices) for need in needs]
+    return whole, Profile(place, merged(costs), overheads=overheads(device, plan.precision),
                           assumed=True)
 
 
-def _cell(need: CellNeed, traced: Traced, device: Device,
-          prices: dict[tuple[int, ...], Prices]) -> Cell:
+def _costs(need: BlockNeed, traced: Traced, device: Device,
+          prices: dict[tuple[int, ...], Prices]) -> BlockCosts:
     own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
-    piece = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
-    return Cell(need.kind, need.key, (piece.again if need.again else piece,), "datasheet")
+    cost = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
+    cost = cost.recomputed if need.recompute else cost
+    return BlockCosts(need.kind, need.key, (cost,), "datasheet")
 
 
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
@@ -97,8 +98,8 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
     options = tuple(ways.option(traced, mesh, prices[mesh], limits.rings) for mesh in meshes)
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
     rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
-    cells = ways.estimated(traced, options, rows, prices) if rows else []
-    profile = Profile(cluster, tuple(cells), overheads=overheads(device, limits.precision),
+    costs = ways.estimated(traced, options, rows, prices) if rows else []
+    profile = Profile(cluster, tuple(costs), overheads=overheads(device, limits.precision),
                       assumed=True)
     return Known(options, profile)
 

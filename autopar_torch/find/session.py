@@ -12,7 +12,7 @@ from ..measure import detect
 from ..measure.blocks import Context
 from ..measure.session import Session
 from ..plan import Plan, Replica
-from ..profile import CellNeed, CurveNeed
+from ..profile import BlockNeed, CurveNeed
 from ..run.executor import Executor, Mail
 from ..run.handover import hand_over
 from ..run.prologue import Prologue
@@ -29,22 +29,22 @@ def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Seq
             device: torch.device) -> Session:
     """Everything that simulating these plans needs, ready to be measured. All ranks call it."""
     found = cluster_of(world)
-    cells, curves = needs_of(candidates, traced.graph, found, call.num_rows)
-    return session_on(found, cells, curves, traced, call, tensors, buffers, world, device)
+    blocks, curves = needs_of(candidates, traced.graph, found, call.num_rows)
+    return session_on(found, blocks, curves, traced, call, tensors, buffers, world, device)
 
 
-def session_on(cluster: Cluster, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
+def session_on(cluster: Cluster, blocks: Sequence[BlockNeed], curves: Sequence[CurveNeed],
                traced: Traced, call: Call, tensors: Sequence[Tensor],
                buffers: Mapping[str, Tensor], world: World, device: torch.device,
-               look: bool = False) -> Session:
-    """The same for given needs; at a `look`, part of it is derived until plans are close."""
-    meshes = {need.sharding.mesh for need in cells if need.sharding}
+               quick: bool = False) -> Session:
+    """The same for given needs. A `quick` one derives part of it until plans are close."""
+    meshes = {need.sharding.mesh for need in blocks if need.sharding}
     world.make_mesh_groups(sorted(meshes))
     names = [n for block in traced.graph.blocks for n in block.context.values()]
     prologue = Prologue(traced, names, dict(buffers), device)
-    return Session(traced, cells, curves, cluster, world, world.mesh_axes,
+    return Session(traced, blocks, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors),
-                   _hull(prologue, call, tensors, world, device), device, look)
+                   _hull(prologue, call, tensors, world, device), device, quick)
 
 
 def cluster_of(world: World) -> Cluster:

@@ -11,7 +11,7 @@ import msgspec
 from ..cluster import Cluster, Link
 from ..errors import SearchError
 from ..plan import Plan, Stage
-from ..profile import Cell, CellNeed, Lookup, cell_key
+from ..profile import BlockCosts, BlockNeed, Lookup, program_key
 from ..run.shardings import complete
 from ..search.space import Candidate, Constraints, Option, as_plan, divisors
 from ..shard.estimate import estimate
@@ -133,18 +133,18 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
 
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
-              prices: dict[tuple[int, ...], Prices]) -> list[Cell]:
-    """Cells by datasheet, with forward kept and computed again."""
-    cells: dict[tuple[str, str], Cell] = {}
-    for found in options:
-        for block, sharding in zip(traced.graph.blocks, found.shardings, strict=True):
-            need = CellNeed(block.kind, sharding, 1)
-            if (block.kind, need.key) in cells:
+              prices: dict[tuple[int, ...], Prices]) -> list[BlockCosts]:
+    """Costs by datasheet, with forward kept and with it recomputed."""
+    found: dict[tuple[str, str], BlockCosts] = {}
+    for option in options:
+        for block, sharding in zip(traced.graph.blocks, option.shardings, strict=True):
+            need = BlockNeed(block.kind, sharding, 1)
+            if (block.kind, need.key) in found:
                 continue
-            pieces = tuple(estimate(traced.programs[block.kind], sharding,
-                                    prices[found.mesh]._replace(rows=n)) for n in rows)
-            again = tuple(piece.again for piece in pieces)
-            for own, recompute in ((pieces, False), (again, True)):
-                key = cell_key(sharding, recompute)
-                cells[block.kind, key] = Cell(block.kind, key, own, "datasheet")
-    return list(cells.values())
+            kept = tuple(estimate(traced.programs[block.kind], sharding,
+                                  prices[option.mesh]._replace(rows=n)) for n in rows)
+            recomputed = tuple(cost.recomputed for cost in kept)
+            for own, recompute in ((kept, False), (recomputed, True)):
+                key = program_key(sharding, recompute)
+                found[block.kind, key] = BlockCosts(block.kind, key, own, "datasheet")
+    return list(found.values())

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
-from ..profile import CellNeed, Piece
+from ..profile import BlockCost, BlockNeed
 from ..shard.collectives import Axis
 from ..shard.layout import local_shape, parse_forms
 from ..shard.linear import WeightQueue
@@ -27,7 +27,7 @@ from .stats import uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
-TURNS = ("backward", "input", "added")  # how the backwards of a round run, in turn
+BACKWARDS = ("backward", "input", "added")  # how the backwards of a round run, in turn
 COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
@@ -45,7 +45,7 @@ class Counted(NamedTuple):
 class Runner:
     """One lowered block with inputs of its own."""
 
-    need: CellNeed
+    need: BlockNeed
     module: fx.GraphModule
     args: list[Any]
     grads: list[Tensor]  # of the outputs that have one, made before anything is counted
@@ -60,7 +60,7 @@ class Runner:
             self.samples.setdefault("forward", []).append(sample)
 
     def run(self) -> tuple[Any, ...]:
-        if self.need.again:
+        if self.need.recompute:
             return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
         return self.module(*self.args)
 
@@ -90,17 +90,17 @@ class Runner:
                 arg.grad = None
 
 
-class Blocks:
-    """All cells of one mesh, kind of plan and number of rows, as a chain."""
+class TimedChain:
+    """All blocks of one mesh, kind of plan and number of rows, as a chain."""
 
-    def __init__(self, needs: Sequence[CellNeed], traced: Traced, axes: Sequence[Axis] | None,
+    def __init__(self, needs: Sequence[BlockNeed], traced: Traced, axes: Sequence[Axis] | None,
                  context: dict[str, Any], device: torch.device) -> None:
         self.active = axes is not None
         self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
-        self.pieces: dict[CellNeed, dict[str, float]] = {}
-        self.turns = itertools.cycle(TURNS)
+        self.num_bytes: dict[BlockNeed, dict[str, float]] = {}
+        self.backwards = itertools.cycle(BACKWARDS)
         self.num_rounds = 0
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
@@ -121,7 +121,7 @@ class Blocks:
         """All forwards, then all backwards from the last: of the gradients of weights those that
         are asked for late are mostly added to others, as at the end of a pipeline."""
         self.num_rounds += 1
-        how = next(self.turns)
+        how = next(self.backwards)
         for runner in self.runners:
             runner.forward(keep=how != "input")
         for runner in reversed(self.runners):
@@ -147,14 +147,14 @@ class Blocks:
         return max(0.0, median([s.compute_s for s in self.switched]) - usual)
 
     def run_counted(self, count: TensorBytes) -> None:
-        """Each cell once while its bytes are counted; they do not vary."""
+        """Each block once while its bytes are counted; they do not vary."""
         for runner in self.first:
             runner.counted = _run_counted(runner, count)
 
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
             if runner.counted is not None:
-                self.pieces[runner.need] = _bytes(runner.counted, count)
+                self.num_bytes[runner.need] = _bytes(runner.counted, count)
 
     def forget(self) -> None:
         self.num_rounds = 0
@@ -162,15 +162,15 @@ class Blocks:
         for runner in self.runners:
             runner.samples.clear()
 
-    def result(self) -> dict[CellNeed, Piece]:
+    def result(self) -> dict[BlockNeed, BlockCost]:
         scale, found = scales(self.columns), {}
         for need in {r.need for r in self.runners}:
             forward, backward, added, early, late = (
                 seconds(self._samples(need, phase), scale) for phase in PHASES
             )
-            found[need] = Piece(
+            found[need] = BlockCost(
                 need.rows, forward[0], backward[0], early[0], late[0],
-                forward[1], backward[1], **self.pieces.get(need, {}),
+                forward[1], backward[1], **self.num_bytes.get(need, {}),
                 added_s=added[0] - backward[0] if added[0] else 0.0,
             )
         return found
@@ -180,12 +180,12 @@ class Blocks:
         """Of whole backwards: those in two parts would count twice."""
         return [r.samples[phase] for r in self.runners for phase in WHOLE if phase in r.samples]
 
-    def _samples(self, need: CellNeed, phase: str) -> list[Sample]:
+    def _samples(self, need: BlockNeed, phase: str) -> list[Sample]:
         """Of all its copies."""
         return [s for r in self.runners if r.need == need for s in r.samples.get(phase, [])]
 
     def errors(self) -> dict[str, float]:
-        """How uncertain every cell is, by its least certain phase."""
+        """How uncertain every block is, by its least certain phase."""
         return {
             f"{need.kind} ({need.key or 'whole'}) at {need.rows} rows":
                 max(uncertainty([s.wall_s for s in self._samples(need, phase)]) for phase in PHASES)
@@ -193,7 +193,7 @@ class Blocks:
         }
 
 
-def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
+def _runner(need: BlockNeed, block: Block, traced: Traced, axes: Sequence[Axis],
             context: dict[str, Any], device: torch.device) -> Runner:
     graph = traced.programs[need.kind]
     module = lower(graph, need.sharding, axes, rows=need.rows, device=device)
@@ -209,7 +209,7 @@ def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
     return Runner(need, module, args, [])
 
 
-def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
+def _random(slot: str, info: TensorInfo, need: BlockNeed, axes: Sequence[Axis],
             device: torch.device) -> Tensor:
     """A parameter or an input, this rank's part of it."""
     shape = list(info.at(need.rows))

@@ -70,7 +70,7 @@ class Line:
         self.seen = Seen(defaultdict(list), defaultdict(list), [], [])
         self.other = computing(device)
 
-    def focus(self, sizes: Iterable[float]) -> None:
+    def refine(self, sizes: Iterable[float]) -> None:
         wanted = {point for size in sizes for point in around(size, self.sizes)}
         self.wanted = sorted(wanted)
 
@@ -217,13 +217,13 @@ class Lines:
         self.lines = {key: Line(key[0], ranks, list(sizes), places, device, key[0] in late)
                       for key, (ranks, sizes) in sorted(groups.items())}
 
-    def focus(self, needs: Sequence[CurveNeed]) -> None:
+    def refine(self, needs: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need."""
         asked: dict[tuple[str, str], set[float]] = {}
         for need in needs:
             asked.setdefault((need.op, self.cluster.place(need.ranks)), set()).add(need.num_bytes)
         for key, line in self.lines.items():
-            line.focus(asked.get(key, ()))
+            line.refine(asked.get(key, ()))
 
     def round(self) -> None:
         """Each in turn, everyone else idle."""

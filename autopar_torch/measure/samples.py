@@ -90,7 +90,7 @@ def variation(own: Columns) -> Variation:
     return Variation(rounds, [x / middle for x in single])
 
 
-def paces(ranks: Sequence[Sequence[float]]) -> list[float]:
+def slowdowns(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Factors of one chain's rounds around what its ranks usually take: a core that stays behind
     the others for the whole session is seen too, which its own rounds alone would not tell."""
     seen = [rounds for rounds in ranks if rounds]

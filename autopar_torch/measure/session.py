@@ -12,62 +12,62 @@ from msgspec.structs import replace
 from ..cluster import Cluster
 from ..errors import ProfileError
 from ..profile import (
-    Cell,
-    CellNeed,
+    BlockCost,
+    BlockCosts,
+    BlockNeed,
     CurveNeed,
     Jitter,
     Overheads,
-    Piece,
     Profile,
     around,
     merged,
 )
 from ..trace import Traced
-from .blocks import TURNS, Axes, Blocks, Context
+from .blocks import BACKWARDS, Axes, Context, TimedChain
 from .bytes import TensorBytes
 from .links import Lines, Places, meet
 from .overheads import Extras
-from .samples import paces, variation
+from .samples import slowdowns, variation
 from .stats import NOISE_LIMIT, quantiles
 
 
 class Session:
     """What to measure, ready to be measured as often as is wanted. All ranks act together.
 
-    At a `look`, what computes forward again is derived from what keeps it, until it is asked for.
+    A `quick` one derives what recomputes forward from what keeps it, until it is asked for.
     """
 
-    def __init__(self, traced: Traced, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
+    def __init__(self, traced: Traced, blocks: Sequence[BlockNeed], curves: Sequence[CurveNeed],
                  cluster: Cluster, places: Places, axes: Axes, context: Context,
                  batch: Callable[[], object], device: torch.device,
-                 look: bool = False) -> None:
+                 quick: bool = False) -> None:
         self.cluster, self.places = cluster, places
         self.traced, self.axes, self.context, self.device = traced, axes, context, device
-        self.asked = _chains(cells, traced)
-        self.needs = list(dict.fromkeys(cells))
+        self.asked = _chains(blocks, traced)
+        self.needs = list(dict.fromkeys(blocks))
         self.lines = Lines(curves, cluster, places, device)
-        rows = max((need.rows for need in cells), default=1)
+        rows = max((need.rows for need in blocks), default=1)
         self.extras = Extras(device, _trained_sizes(traced), batch, lambda: context(rows))
-        self.chains: dict[Chain, Blocks] = {}
+        self.chains: dict[Chain, TimedChain] = {}
         self.rounds = 0
-        self._take_up(chain for chain in self.asked if not (look and self._derivable(chain)))
+        self._take_up(chain for chain in self.asked if not (quick and self._derivable(chain)))
         self.wanted = list(self.chains.values())
         self.lines.warm_up()
         self.extras.warm_up()
 
     def _derivable(self, chain: Chain) -> bool:
         """Whether the same blocks are measured with forward kept."""
-        kept = set(self.asked.get(chain._replace(again=False), ()))
-        return chain.again and all(_kept(need) in kept for need in self.asked[chain])
+        kept = set(self.asked.get(chain._replace(recompute=False), ()))
+        return chain.recompute and all(_kept(need) in kept for need in self.asked[chain])
 
-    def derives(self, cells: Iterable[CellNeed]) -> bool:
+    def derives(self, blocks: Iterable[BlockNeed]) -> bool:
         """Whether some of these were not measured yet."""
-        return any(chain not in self.chains for chain in _focused(self.asked, cells))
+        return any(chain not in self.chains for chain in _chains_for(self.asked, blocks))
 
     def _take_up(self, chains: Iterable[Chain]) -> None:
         """Chains that are measured from now on; their first round does not count."""
         made = {
-            chain: Blocks(self.asked[chain], self.traced, self.axes(chain.mesh),
+            chain: TimedChain(self.asked[chain], self.traced, self.axes(chain.mesh),
                           self.context(chain.rows), self.device)
             for chain in chains if chain not in self.chains
         }
@@ -84,26 +84,26 @@ class Session:
             blocks.forget()
         self.chains |= made
 
-    def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
+    def refine(self, blocks: Iterable[BlockNeed], curves: Sequence[CurveNeed]) -> None:
         """From now on rounds are of what these need; the rest was sampled enough."""
-        chains = _focused(self.asked, cells)
+        chains = _chains_for(self.asked, blocks)
         self._take_up(chains)
         self.wanted = [self.chains[chain] for chain in chains]
-        self.lines.focus(curves)
+        self.lines.refine(curves)
 
     def round(self) -> None:
         """Some more samples of all that is wanted, everyone busy with the same at the same time.
 
-        A chain has its turns in a row: in training too a block finds what a cache holds of it,
+        A chain runs its backwards in a row: in training too a block finds what a cache holds of it,
         since the micro-batch or the step before used it last.
         """
         self.rounds += 1
         for chain in self.wanted:
             chain.warm_up()
-            for _ in TURNS:
+            for _ in BACKWARDS:
                 meet(self.places)
                 chain.round()
-        for _ in TURNS:
+        for _ in BACKWARDS:
             meet(self.places)
             self.lines.round()
             self.extras.round()
@@ -113,20 +113,20 @@ class Session:
         if not self.rounds or not all(chain.num_rounds for chain in self.chains.values()):
             raise ProfileError("nothing was measured of some blocks", where="Session.round",
                                fix="call round() at least once after focus()")
-        found: dict[CellNeed, Piece] = {}
+        found: dict[BlockNeed, BlockCost] = {}
         for chain in self.chains.values():
             found |= chain.result()
-        cells = [self._cell(need, found) for need in self.needs]
+        costs = [self._costs(need, found) for need in self.needs]
         own = replace(self.extras.result(), action_s=self._switch_s())
         overheads = Overheads(*self._mean(_values(own), True))
-        return Profile(self.cluster, merged(cells), self.lines.result(), overheads,
+        return Profile(self.cluster, merged(costs), self.lines.result(), overheads,
                        self._jitter(), self.noise())
 
-    def _cell(self, need: CellNeed, found: dict[CellNeed, Piece]) -> Cell:
+    def _costs(self, need: BlockNeed, found: dict[BlockNeed, BlockCost]) -> BlockCosts:
         if _chain(need) in self.chains:
-            return Cell(need.kind, need.key, (self._joined_piece(found.get(need), need.rows),))
-        kept = self._joined_piece(found.get(_kept(need)), need.rows)
-        return Cell(need.kind, need.key, (kept.again,), "derived")
+            return BlockCosts(need.kind, need.key, (self._joined_cost(found.get(need), need.rows),))
+        kept = self._joined_cost(found.get(_kept(need)), need.rows)
+        return BlockCosts(need.kind, need.key, (kept.recomputed,), "derived")
 
     def _switch_s(self) -> float:
         found = [chain.switch_s() for chain in self._alone()]
@@ -140,19 +140,20 @@ class Session:
         if not any(everyone):
             return Jitter()
         chains = [[seen[key] for seen in everyone if key in seen] for key in self.chains]
-        rounds = [pace for chain in chains for pace in paces([seen.rounds for seen in chain])]
+        rounds = [x for chain in chains for x in slowdowns([seen.rounds for seen in chain])]
         single = [factor for chain in chains for seen in chain for factor in seen.single]
         return Jitter(quantiles(rounds), quantiles(single))
 
-    def _alone(self) -> list[Blocks]:
+    def _alone(self) -> list[TimedChain]:
         """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
-        they are known by more than a look."""
+        they are known by more than a quick pass."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
-        return [c for c in found if c in self.wanted and c.num_rounds >= 3 * len(TURNS)] or found
+        least = 3 * len(BACKWARDS)
+        return [c for c in found if c in self.wanted and c.num_rounds >= least] or found
 
-    def _joined_piece(self, piece: Piece | None, rows: int) -> Piece:
-        own = _values(piece)[1:] if piece else [0.0] * (len(Piece.__struct_fields__) - 1)
-        return Piece(rows, *self._mean(own, piece is not None))
+    def _joined_cost(self, cost: BlockCost | None, rows: int) -> BlockCost:
+        own = _values(cost)[1:] if cost else [0.0] * (len(BlockCost.__struct_fields__) - 1)
+        return BlockCost(rows, *self._mean(own, cost is not None))
 
     def _mean(self, own: Sequence[float], counts: bool) -> list[float]:
         """The mean over the ranks that took part."""
@@ -177,7 +178,7 @@ def _trained_sizes(traced: Traced) -> list[int]:
     return [info.num_elements for info in infos if info.trainable and not info.buffer]
 
 
-def _values(noun: Piece | Overheads) -> list[float]:
+def _values(noun: BlockCost | Overheads) -> list[float]:
     return [float(getattr(noun, name)) for name in noun.__struct_fields__]
 
 
@@ -185,31 +186,31 @@ class Chain(NamedTuple):
     """Blocks of one kind of plan run after one another, as in a step of it."""
 
     mesh: tuple[int, ...]
-    again: bool
+    recompute: bool
     rows: int
 
 
-def _chain(need: CellNeed) -> Chain:
-    return Chain(need.sharding.mesh if need.sharding else (), need.again, need.rows)
+def _chain(need: BlockNeed) -> Chain:
+    return Chain(need.sharding.mesh if need.sharding else (), need.recompute, need.rows)
 
 
-def _kept(need: CellNeed) -> CellNeed:
+def _kept(need: BlockNeed) -> BlockNeed:
     """The same block with its forward kept."""
-    return replace(need, again=False)
+    return replace(need, recompute=False)
 
 
-def _chains(cells: Sequence[CellNeed], traced: Traced) -> dict[Chain, list[CellNeed]]:
-    """Cells in the order of the model."""
+def _chains(blocks: Sequence[BlockNeed], traced: Traced) -> dict[Chain, list[BlockNeed]]:
+    """Blocks in the order of the model."""
     order = list(traced.graph.kinds)
-    found: dict[Chain, list[CellNeed]] = {}
-    for need in sorted(dict.fromkeys(cells), key=lambda n: (order.index(n.kind), n.key, n.rows)):
+    found: dict[Chain, list[BlockNeed]] = {}
+    for need in sorted(dict.fromkeys(blocks), key=lambda n: (order.index(n.kind), n.key, n.rows)):
         found.setdefault(_chain(need), []).append(need)
     return found
 
 
-def _focused(known: Collection[Chain], cells: Iterable[CellNeed]) -> list[Chain]:
-    """The known chains that tell what some cells take: at their rows, or on both sides."""
-    asked = {_chain(need) for need in cells}
+def _chains_for(known: Collection[Chain], blocks: Iterable[BlockNeed]) -> list[Chain]:
+    """The known chains that tell what some blocks take: at their rows, or on both sides."""
+    asked = {_chain(need) for need in blocks}
     found = set()
     for chain in asked:
         like = {c.rows: c for c in known if c[:2] == chain[:2]}

@@ -34,10 +34,10 @@ def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:
     return tuple(ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count))
 
 
-def paced_medians(several: Sequence[Sequence[float]]) -> list[float]:
+def interleaved_medians(several: Sequence[Sequence[float]]) -> list[float]:
     """Medians of several quantities that were seen in turn, as if all had met the spells of whoever
     was seen to the end: a machine may be quick in one round and slow in the next."""
     most = max(len(samples) for samples in several)
-    paces = [fmean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
-    return [median([x / pace for x, pace in zip(samples, paces, strict=False)]) * median(paces)
+    means = [fmean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
+    return [median([x / mean for x, mean in zip(samples, means, strict=False)]) * median(means)
             for samples in several]

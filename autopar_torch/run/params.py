@@ -171,7 +171,7 @@ class ParamStore:
 
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
-        return self.plan.zero == 3 and held.share.steady
+        return self.plan.zero == 3 and held.share.same_schedule
 
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
@@ -218,13 +218,13 @@ def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
     return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
 
 
-class Bucket:
+class GradBucket:
     """Gradients that travel together: one team, one way of reducing."""
 
     def __init__(self, helds: list[Held]) -> None:
         self.helds, self.axis = helds, helds[0].axis
         self.zero, self.layouts_differ = helds[0].share.zero, helds[0].share.team.layouts_differ
-        self.steady = helds[0].share.steady
+        self.same_schedule = helds[0].share.same_schedule
         self.sizes = [self._size(h) for h in helds]
         self.names = frozenset(h.name for h in helds)
         self.leaves = [h.leaf for h in helds]
@@ -315,7 +315,7 @@ class Reducer:
         self.store = store
         shares = {name: held.share for name, held in store.held.items()}
         groups = buckets_of(shares, store.graph, store.plan, blocks_of)
-        self.buckets = [Bucket([store.held[s.name] for s in group]) for group in groups]
+        self.buckets = [GradBucket([store.held[s.name] for s in group]) for group in groups]
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}
         self.last = False
@@ -375,7 +375,7 @@ class Reducer:
             return
         touched = {id(self.bucket_of[n]): self.bucket_of[n] for n in names if n in self.bucket_of}
         for bucket in self.buckets:
-            if id(bucket) in touched and bucket.steady:
+            if id(bucket) in touched and bucket.same_schedule:
                 if not bucket.works:
                     bucket.launch()
                 bucket.finish(self.sums, self.store)
@@ -393,5 +393,5 @@ class Reducer:
             if not bucket.works:
                 bucket.launch()
 
-    def _pending(self) -> list[Bucket]:
-        return [b for b in self.buckets if not (self.per_micro_batch and b.steady)]
+    def _pending(self) -> list[GradBucket]:
+        return [b for b in self.buckets if not (self.per_micro_batch and b.same_schedule)]

@@ -60,9 +60,9 @@ class Program:
     def explained(self, name: str) -> Iterator[str]:
         """The code of the blocks whose name contains `name`."""
         for runner in self.stages.values():
-            for index, cell in enumerate(runner.cells):
-                if name in cell.block.name:
-                    yield f"# {cell.block.name}\n{runner.code(index)}"
+            for index, placed in enumerate(runner.placed):
+                if name in placed.block.name:
+                    yield f"# {placed.block.name}\n{runner.code(index)}"
 
     # --- what it returns ------------------------------------------------------------------------
 

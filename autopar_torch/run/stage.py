@@ -47,7 +47,7 @@ class StageRunner:
         is_end = self.last == len(graph.blocks)
         self.leaving = {} if is_end else graph.crossing(self.last)
         self.outputs = graph.outputs if is_end else {}
-        self.cells = [self._cell(i) for i in range(self.first, self.last)]
+        self.placed = [self._placed(i) for i in range(self.first, self.last)]
         self.programs: dict[tuple[str, int, int, Any], fx.GraphModule] = {}
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
@@ -59,11 +59,11 @@ class StageRunner:
 
     def context_names(self) -> list[str]:
         """Prologue values that the blocks (or the outputs) of this stage read."""
-        names = [n for cell in self.cells for n in cell.block.context.values()]
+        names = [n for placed in self.placed for n in placed.block.context.values()]
         made = {v for block in self.traced.graph.blocks for v in block.outputs.values()}
         return names + [v for v in self.outputs.values() if v not in made]
 
-    def _cell(self, index: int) -> PlacedBlock:
+    def _placed(self, index: int) -> PlacedBlock:
         graph = self.traced.graph
         block = graph.blocks[index]
         places = self.traced.programs[block.kind].find_nodes(op="placeholder")
@@ -104,27 +104,27 @@ class StageRunner:
         if train:
             arrived = {n: _leaf(v, self.arriving[n].grad) for n, v in arrived.items()}
         values: dict[str, Any] = dict(arrived)
-        for index, cell in enumerate(self.cells):
-            results = self._run_cell(index, cell, values, context, rows, train)
-            values.update(zip(cell.results, results, strict=True))
+        for index, placed in enumerate(self.placed):
+            results = self._run_block(index, placed, values, context, rows, train)
+            values.update(zip(placed.results, results, strict=True))
         names = self.outputs or {name: name for name in self.leaving}
         left = {name: values[v] if v in values else context[v] for name, v in names.items()}
         if train:
             self.kept[micro_batch] = (arrived, left)
         return {n: v.detach() if isinstance(v, Tensor) else v for n, v in left.items()}
 
-    def _run_cell(self, index: int, cell: PlacedBlock, values: dict[str, Any],
-                  context: dict[str, Any], rows: int, train: bool) -> tuple[Tensor, ...]:
+    def _run_block(self, index: int, placed: PlacedBlock, values: dict[str, Any],
+                   context: dict[str, Any], rows: int, train: bool) -> tuple[Tensor, ...]:
         run = self._program(index, rows)
-        if cell.gathered:
-            self.store.gather(cell.gathered)
-        args = [self._argument(kind, name, values, context) for kind, name in cell.args]
-        if train and cell.recompute:
+        if placed.gathered:
+            self.store.gather(placed.gathered)
+        args = [self._argument(kind, name, values, context) for kind, name in placed.args]
+        if train and placed.recompute:
             results = cast(Any, checkpoint)(run, *args, use_reentrant=False)
         else:
             results = run(*args)
-        if cell.gathered:
-            self._free_until_backward(cell, results, train)
+        if placed.gathered:
+            self._free_until_backward(placed, results, train)
         return cast(tuple[Tensor, ...], results)
 
     def _argument(self, kind: str, name: str, values: dict[str, Any],
@@ -133,18 +133,18 @@ class StageRunner:
             return self.store.held[name].leaf
         return values[name] if kind == "value" else context[name]
 
-    def _free_until_backward(self, cell: PlacedBlock, results: Sequence[Tensor],
+    def _free_until_backward(self, placed: PlacedBlock, results: Sequence[Tensor],
                              train: bool) -> None:
         """Backward meets the results of a block first: that is when its parameters come back."""
-        for held in cell.gathered:
+        for held in placed.gathered:
             self.store.release(held)
         if train:
             for result in results:
                 if result.requires_grad:
-                    result.register_hook(lambda _: self._gather_again(cell))
+                    result.register_hook(lambda _: self._gather_again(placed))
 
-    def _gather_again(self, cell: PlacedBlock) -> None:
-        self.store.gather([h for h in cell.gathered if h.leaf.untyped_storage().size() == 0])
+    def _gather_again(self, placed: PlacedBlock) -> None:
+        self.store.gather([h for h in placed.gathered if h.leaf.untyped_storage().size() == 0])
 
     def backward(self, micro_batch: int, grads: Values) -> Values:
         """Backward of a micro-batch; returns the gradients of what arrived."""
@@ -162,8 +162,8 @@ class StageRunner:
         }
 
     def _free_gathered(self) -> None:
-        for cell in self.cells:
-            for held in cell.gathered:
+        for placed in self.placed:
+            for held in placed.gathered:
                 if held.leaf.untyped_storage().size():
                     self.store.release(held)
 

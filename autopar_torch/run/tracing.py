@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import AutoparError, TraceError
 from ..model import ParamInfo
 from ..plan import Precision
-from ..trace import Traced, sent, trace
+from ..trace import Traced, serialize, trace
 from ..trace.call import Call
 from ..trace.capture import describe_params, user_line
 from ..trace.form import LossFn
@@ -67,10 +67,10 @@ def once(own: Tracer, place: World) -> Tracer:
         with place.doing("tracing"):
             if place.rank == 0:
                 try:
-                    data = sent.pack(own(*asked))
+                    data = serialize.pack(own(*asked))
                 except Exception as error:  # the others wait for an answer
-                    data, failed = sent.pack(_told(error)), error
-            found = sent.unpack(place.agree(data))
+                    data, failed = serialize.pack(_told(error)), error
+            found = serialize.unpack(place.agree(data))
         if isinstance(found, AutoparError):
             raise found from failed
         return found

@@ -22,7 +22,7 @@ from ..errors import AutoparError, RunError
 from ..plan import Stage
 from ..shard.collectives import Axis, arrive
 from ..shard.holdings import axis_ranks, place_in
-from . import ending, heap, transport
+from . import ending, freed_pages, transport
 from .lookout import PATIENCE, watching
 from .meet import meet, one_node
 
@@ -77,7 +77,7 @@ class World:
         self.words: Any = None  # the group of what is said between CPUs (None: the usual one)
         self.aside: Any = None  # a group of all ranks for what is no part of a step
         if not torch.cuda.is_available():
-            heap.keep_freed_pages()
+            freed_pages.keep_freed_pages()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if dist.get_backend() == "nccl":

@@ -19,9 +19,9 @@ from ..plan import Plan
 from ..profile import Lookup
 from .borders import FreeCuts, cuts, even
 from .bounds import ROUNDING, Bounded
+from .cut_bounds import lower_bounds
 from .evaluate import Found, Pricer
-from .floors import floors
-from .misses import nothing_fits
+from .out_of_memory import nothing_fits
 from .space import Candidate, Candidates, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
 
@@ -105,11 +105,11 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
             where="constraints", fix="leave tp, pp, dp, zero, schedule or num_micro_batches open",
         )
-    capacity = limits.room(cluster)
-    hunt = _Hunt(tables, found, num_rows, capacity / SAFETY, kept, exhaustive)
+    capacity_bytes = limits.capacity_bytes(cluster)
+    hunt = _Hunt(tables, found, num_rows, capacity_bytes / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
-        raise nothing_fits(tables, hunt.near(), num_rows, capacity, limits)
+        raise nothing_fits(tables, hunt.near(), num_rows, capacity_bytes, limits)
     choices = tuple(
         Choice(as_plan(f.candidate, f.borders, options, limits.precision,
                        bucket_bytes=tables.bucket_bytes(f.candidate),
@@ -125,7 +125,7 @@ class _Cuts(NamedTuple):
 
     pricer: Pricer
     cuts: list[tuple[int, ...]]
-    floor: Array
+    lower_bounds: Array
 
 
 class _Queue:
@@ -159,11 +159,11 @@ class _Queue:
 class _Hunt:
     """The state of one search."""
 
-    def __init__(self, tables: Tables, found: Candidates, num_rows: int, capacity: float,
+    def __init__(self, tables: Tables, found: Candidates, num_rows: int, capacity_bytes: float,
                  kept: int, exhaustive: bool) -> None:
         self.tables, self.found, self.num_rows = tables, found, num_rows
-        self.capacity, self.kept = capacity, kept
-        self.bounded = Bounded(found, tables, num_rows, np.inf if exhaustive else capacity)
+        self.capacity_bytes, self.kept = capacity_bytes, kept
+        self.bounded = Bounded(found, tables, num_rows, np.inf if exhaustive else capacity_bytes)
         self.best: list[Found] = []
         self.nearest: Found | None = None  # the one that fails to fit by least
         self.discarded: Counter[str] = Counter()
@@ -188,7 +188,7 @@ class _Hunt:
                 open_ -= 1
             elif (prepared := self._prepare(self.found[i])) is not None:
                 ready[i] = prepared
-                queue.push(max(bound, float(prepared.floor.min())), i)
+                queue.push(max(bound, float(prepared.lower_bounds.min())), i)
             else:
                 open_ -= 1
         if not exhaustive:
@@ -204,7 +204,7 @@ class _Hunt:
 
         @cache
         def fits(stage: int, first: int, end: int) -> bool:
-            return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity
+            return pricer.memory.peak(stage % candidate.pp, [(first, end)]) <= self.capacity_bytes
 
         def free() -> FreeCuts:
             return self.tables.free_cuts(pricer.work_key, *work)
@@ -212,16 +212,16 @@ class _Hunt:
         work = pricer.seconds, candidate.stages()
         tried = list(cuts(*work, fits, free))
         if tried:
-            return _Cuts(pricer, tried, floors(pricer, tried))
+            return _Cuts(pricer, tried, lower_bounds(pricer, tried))
         self.discarded["no cut fits"] += 1
         return None
 
     def _price(self, prepared: _Cuts, exhaustive: bool) -> None:
         """Its best cut of those that fit."""
         best, misses = None, 0
-        for i in np.argsort(prepared.floor, kind="stable"):
+        for i in np.argsort(prepared.lower_bounds, kind="stable"):
             limit = self._limit() if best is None else min(self._limit(), best.step_s)
-            if not exhaustive and prepared.floor[i] > limit * ROUNDING:
+            if not exhaustive and prepared.lower_bounds[i] > limit * ROUNDING:
                 break
             found = self._fitting(prepared.pricer, prepared.cuts[i])
             if found is None:
@@ -236,7 +236,7 @@ class _Hunt:
     def _fitting(self, pricer: Pricer, cut: tuple[int, ...]) -> Found | None:
         """The price of a cut, None if it does not fit."""
         memory = pricer.peak(cut)
-        if memory > self.capacity:
+        if memory > self.capacity_bytes:
             self._miss(Found(float("inf"), memory, pricer.candidate, cut))
             return None
         self.priced += 1

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from ..shard.eliminate import Array
 
 Fits = Callable[[int, int, int], bool]  # (stage, first, end)
 ROUNDING = 1 + 1e-12

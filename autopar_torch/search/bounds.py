@@ -22,8 +22,8 @@ class Bounded:
     of time for all of them, of memory for those that `possible` is asked about."""
 
     def __init__(self, found: Candidates, tables: Tables, num_rows: int,
-                 capacity: float) -> None:
-        self.found, self.tables, self.capacity = found, tables, capacity
+                 capacity_bytes: float) -> None:
+        self.found, self.tables, self.capacity_bytes = found, tables, capacity_bytes
         (self.option, self.pp, self.dp, self.count, self.schedule, self.virtual, self.zero,
          self.recompute) = np.ascontiguousarray(found.rows.T)
         self.rows = -(-num_rows // (self.dp * self.count))
@@ -97,7 +97,7 @@ class Bounded:
                 stays = lasting(zero, dp, params, copies)
                 found[0, rows] = stays.sum(axis=1) + params.trained.sum()
                 found[1, rows] = stays[:, alike].min(axis=1)
-                found[2, rows] = so_far(zero, dp, params, tables.halved)[:, alike].min(axis=1)
+                found[2, rows] = so_far(zero, dp, params, tables.half_grads)[:, alike].min(axis=1)
         return found.take(which, 1)
 
     def _team(self, op: str, i: int) -> Curve:
@@ -178,7 +178,7 @@ class Bounded:
             if c.zero in (1, 2) and c.dp > 1:
                 least = params.leaf.min() if c.pp > 1 else params.leaf.sum()
                 if least:
-                    found[row] += at_least(self._team("gather", int(i)), least)
+                    found[row] += lower_bound_s(self._team("gather", int(i)), least)
         return found[which]
 
     def possible(self, chosen: Ints) -> Ints:
@@ -190,15 +190,15 @@ class Bounded:
         what lasts, for the activations in flight there and for the gradients where they last too.
         As the x_k sum to the number n of such blocks, the largest x_k r_k is at least
         n / sum(1 / r_k); there, the working memory of such a block comes on top. Blocks are whole:
-        position k has place for no more than floor(room / r_k) of them, and together the positions
-        need place for n.
+        position k has place for no more than floor(free_bytes / r_k) of them, and together the
+        positions need place for n.
         """
         own_program = self.common[chosen], chosen
         mean, own, grads = self.held[:, chosen]
         kept, working = self.costs[KEPT][own_program], self.costs[WORKING][own_program]
         count, p = self.counts[own_program], self.pp[chosen]
         fixed = self.tables.profile.profile.overheads.fixed_bytes
-        room = np.maximum(0.0, self.capacity - fixed - working)
+        free_bytes = np.maximum(0.0, self.capacity_bytes - fixed - working)
         each = own + np.where(self.count[chosen] > 1, grads, 0.0)
         grows = kept / self.virtual[chosen]
         starts = np.cumsum(p) - p
@@ -206,13 +206,13 @@ class Bounded:
         flight = in_flight(schedule, pp, m, virtual, np.arange(len(pp)) - np.repeat(starts, p))
         rate = TINY + np.repeat(each, p) + flight * np.repeat(grows, p)
         inverse = np.add.reduceat(1 / rate, starts)
-        fitting = np.add.reduceat(np.floor(np.repeat(room * ROUNDING, p) / rate), starts)
-        least = fixed + np.maximum(mean / p, count / inverse + working)
-        self.memory_bytes[chosen] = least
-        return chosen[(least <= self.capacity) & (fitting >= count)]
+        fitting = np.add.reduceat(np.floor(np.repeat(free_bytes * ROUNDING, p) / rate), starts)
+        lower_bound = fixed + np.maximum(mean / p, count / inverse + working)
+        self.memory_bytes[chosen] = lower_bound
+        return chosen[(lower_bound <= self.capacity_bytes) & (fitting >= count)]
 
 
-def at_least(curve: Curve, num_bytes: float) -> float:
+def lower_bound_s(curve: Curve, num_bytes: float) -> float:
     """Seconds of a message of so many bytes or more, whatever was measured of larger ones."""
     points = getattr(curve, "points", None)  # links that are assumed have none
     if points is None:

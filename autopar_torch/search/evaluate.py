@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..simulate.walk import WORKS, Pipeline
-from .memory import Memory, staying
+from .memory import PositionMemory, staying
 from .space import Candidate
 from .tables import Array, Blocks, Tables
 
@@ -31,8 +31,8 @@ class Found(NamedTuple):
         return (self.step_s, self.memory_bytes, self.candidate, self.borders)
 
 
-class Parts(NamedTuple):
-    """Of several cuts of a candidate."""
+class StageSeconds(NamedTuple):
+    """Seconds of several cuts of a candidate."""
 
     work: Array  # fields of `Pipeline`; cut; stage
     send: Array  # cut; border between two stages
@@ -43,10 +43,10 @@ class Parts(NamedTuple):
 
     def busy(self, c: Candidate) -> Array:
         """Cut x stage: seconds that it computes and exchanges in all."""
-        m, halved = c.micro_batches, np.array([c.halved(s) for s in range(c.stages())])
-        whole, split = halved < m, halved > 0  # the first backward, the last one
-        times = np.array([0 * halved + m, m - halved - whole - ~split, halved,
-                          halved - ~whole - split, whole, ~whole, ~split, split], dtype=float)
+        m, num_split = c.micro_batches, np.array([c.num_split(s) for s in range(c.stages())])
+        whole, split = num_split < m, num_split > 0  # the first backward, the last one
+        times = np.array([0 * num_split + m, m - num_split - whole - ~split, num_split,
+                          num_split - ~whole - split, whole, ~whole, ~split, split], dtype=float)
         return np.einsum("ws,wcs->cs", times, self.work)
 
 
@@ -80,10 +80,10 @@ class Pricer:
                          (c.dp, c.pp, c.zero) if c.zero >= 2 else None)
         self.programs = tables.programs[c.option][1]
         self._lags: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._weighed: dict[tuple[int, ...], tuple[Parts, int]] = {}
-        self.memory = Memory(c, self.params, blocks, ahead, self.over.fixed_bytes,
+        self._weighed: dict[tuple[int, ...], tuple[StageSeconds, int]] = {}
+        self.memory = PositionMemory(c, self.params, blocks, ahead, self.over.fixed_bytes,
                              tables.precision == "bfloat16", self.bucket,
-                             tables.halved)
+                             tables.half_grads)
         world = self.tp * c.pp * c.dp
         self.loss_s = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
         byte_s = self.over.update_s_per_byte / (c.dp if c.zero else 1)
@@ -131,7 +131,7 @@ class Pricer:
         if self.candidate.dp == 1 or self.candidate.zero == 3:
             return max(ends)
         parts, i = self._known(borders)
-        held = [0.0 if self.candidate.halved(s) else h
+        held = [0.0 if self.candidate.num_split(s) else h
                 for s, h in enumerate(parts.held[i].tolist())]
         found = max(ends)
         for position in range(pp):
@@ -154,13 +154,13 @@ class Pricer:
 
     # --- time -----------------------------------------------------------------------------------
 
-    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> Parts:
-        """Parts of several cuts; kept for whoever prices one of them."""
+    def weighed(self, cuts: Sequence[tuple[int, ...]]) -> StageSeconds:
+        """The seconds of several cuts; kept for whoever prices one of them."""
         parts = self.parts(np.array(cuts))
         self._weighed |= {cut: (parts, i) for i, cut in enumerate(cuts)}
         return parts
 
-    def _known(self, borders: tuple[int, ...]) -> tuple[Parts, int]:
+    def _known(self, borders: tuple[int, ...]) -> tuple[StageSeconds, int]:
         if borders not in self._weighed:
             self.weighed([borders])
         return self._weighed[borders]
@@ -171,7 +171,7 @@ class Pricer:
                                                        parts.back[i]))
         return Pipeline._make([*map(tuple, work), (*send, 0.0), (0.0, *back)])
 
-    def parts(self, borders: NDArray[np.int64]) -> Parts:
+    def parts(self, borders: NDArray[np.int64]) -> StageSeconds:
         """Seconds of every stage and position, and of the messages between stages, for some cuts
         (rows)."""
         c, over = self.candidate, self.over
@@ -192,7 +192,7 @@ class Pricer:
         begin = np.full((len(borders), c.pp), over.step_s)
         if c.zero in (1, 2):
             begin += self._gathering(borders)
-        return Parts(work, send, back, held, begin, self._by_position(self.update, borders))
+        return StageSeconds(work, send, back, held, begin, self._by_position(self.update, borders))
 
     def _by_position(self, sums: Array, borders: NDArray[np.int64]) -> Array:
         """Cut x position: of something that adds up."""
@@ -211,7 +211,7 @@ class Pricer:
         """Of the sums of a stage: by how much the last one ends after its last backward, and their
         seconds. Buckets leave as that backward, or the second part of it, fills them."""
         c, (first, end) = self.candidate, stage
-        part = LAST_W if c.halved(index) else LAST_B
+        part = LAST_W if c.num_split(index) else LAST_B
         curve = self.tables.curve(self.op, index % c.pp * self.tp, c.pp * self.tp, c.dp)
         key = (id(curve), part, self.programs[first:end].tobytes(),
                self.params.trained[first:end].tobytes())

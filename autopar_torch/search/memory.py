@@ -12,7 +12,7 @@ from .space import SCHEDULES, Candidate
 from .tables import Array, Blocks, Ints, Params
 
 
-class Memory:
+class PositionMemory:
     """What does not depend on the borders of one candidate; then `peak` is a few sums.
 
     At the worst moment a position holds its parameters and what the optimizer keeps; and either
@@ -23,17 +23,17 @@ class Memory:
 
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
                  fixed_bytes: float, copies: bool, bucket: float,
-                 halved: bool = False) -> None:
+                 half_grads: bool = False) -> None:
         self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
         self.lasting = lasting(c.zero, c.dp, params, copies)
         self.states = STATES * params.trained / (c.dp if c.zero else 1)
         self.params = _sums(self.lasting)
         self.trained, self.stash = _sums(params.trained), _sums(blocks.stash)
         self.kept = self.stash if c.schedule == "zero_bubble" else _sums(blocks.kept)
-        self.drains = c.schedule == "1f1b" and not c.recompute
+        self.splits_last = c.schedule == "1f1b" and not c.recompute
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
-        self.stays = _sums(so_far(c.zero, c.dp, params, halved))
+        self.stays = _sums(so_far(c.zero, c.dp, params, half_grads))
         self.flight = in_flight(SCHEDULES.index(c.schedule), c.pp, c.micro_batches, c.virtual,
                                 np.arange(c.pp)).tolist()
 
@@ -50,7 +50,7 @@ class Memory:
             working = max(working, max(self.working[a:b]))
             largest = max(largest, max(self.largest[a:b]))
         running = self.flight[position] / len(stages) * kept
-        running += max(working, stash + largest) if self.drains and position else working
+        running += max(working, stash + largest) if self.splits_last and position else working
         if self.again:
             running += stays
         return base + max(running, self._packed(trained, largest))
@@ -95,10 +95,10 @@ def staying(zero: int | Ints, dp: int | Ints) -> Any:
     return 1.0 / dp ** (zero >= 2)
 
 
-def so_far(zero: int | Ints, dp: int | Ints, params: Params, halved: bool) -> Array:
+def so_far(zero: int | Ints, dp: int | Ints, params: Params, half_grads: bool) -> Array:
     """Per block: bytes of those gradients. What ZeRO 2 and 3 have summed is as the parameters are,
     what is not summed yet may be as the leaves are."""
-    whole = params.leaf if halved else params.trained
+    whole = params.leaf if half_grads else params.trained
     return np.where(zero >= 2, params.trained * staying(zero, dp), whole)
 
 

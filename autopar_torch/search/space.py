@@ -58,7 +58,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
 
-    def room(self, cluster: Cluster) -> int:
+    def capacity_bytes(self, cluster: Cluster) -> int:
         """Bytes that a plan may take on every device."""
         return self.memory_bytes or min(device.memory_bytes for device in cluster.devices)
 
@@ -82,7 +82,7 @@ class Candidate(NamedTuple):
         """Rows of the largest micro-batch: whoever has it is waited for."""
         return -(-num_rows // (self.dp * self.micro_batches))
 
-    def halved(self, stage: int) -> int:
+    def num_split(self, stage: int) -> int:
         """How many backwards of a stage its list has in two parts."""
         if self.schedule == "zero_bubble":
             return self.micro_batches
@@ -150,10 +150,10 @@ def _counts(dp: int, num_rows: int) -> list[int]:
 
 def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:
     """Each with every ZeRO stage and recompute; one replica alone has nothing to share."""
-    repeats = [again for again in (False, True) if _allows(limits.recompute, again)]
+    choices = [choice for choice in (False, True) if _allows(limits.recompute, choice)]
     zeros = [0, 1, 2, 3] if limits.zero is None else [limits.zero]
-    alone = [(0, again) for again in repeats if _allows(limits.zero, 0)]
-    many = [(zero, again) for zero in zeros for again in repeats]
+    alone = [(0, recompute) for recompute in choices if _allows(limits.zero, 0)]
+    many = [(zero, recompute) for zero in zeros for recompute in choices]
     tails = np.array([*alone, *many], dtype=np.int64).reshape(-1, 2)
     single = heads[:, 2] == 1
     lengths = np.where(single, len(alone), len(many))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import BUCKET_BYTES, Precision, Sharding
-from ..profile import Curve, Lookup, Piece, cell_key, sharding_key
+from ..profile import BlockCost, Curve, Lookup, program_key, sharding_key
+from ..shard.eliminate import Array
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.walk import Pipeline, walk
 from .borders import FreeCuts, free_cuts
@@ -22,7 +23,6 @@ from .space import Candidate, Option
 BUSY = 0.5  # of a core: beside such sending little else is done
 SMALL_BYTES = 2 * 2**20  # of a bucket
 
-Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts they lie
 
@@ -61,7 +61,7 @@ class Tables:
                  grad_dtype: Precision = "float32") -> None:
         self.options, self.graph, self.profile = options, graph, profile
         self.precision = precision
-        self.halved = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
+        self.half_grads = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
         self._columns: dict[tuple[int, int, bool], Array] = {}
         self._blocks: dict[tuple[int, int, bool], Blocks] = {}
         self._params: dict[int, Params] = {}
@@ -155,14 +155,14 @@ class Tables:
         key = (option, rows, recompute)
         if key not in self._columns:
             self._columns[key] = np.array([
-                _column(self.piece(*program, rows, recompute))
+                _column(self.cost(*program, rows, recompute))
                 for program in self.programs[option][0]
             ])
         return self._columns[key]
 
-    def piece(self, kind: str, own: str, rows: int, recompute: bool) -> Piece:
-        again = recompute and not self.graph.kinds[kind].mutates
-        return self.profile.piece(kind, cell_key(own, again), rows)
+    def cost(self, kind: str, own: str, rows: int, recompute: bool) -> BlockCost:
+        recompute = recompute and not self.graph.kinds[kind].mutates
+        return self.profile.cost(kind, program_key(own, recompute), rows)
 
     def blocks(self, option: int, rows: int, recompute: bool) -> Blocks:
         key = (option, rows, recompute)
@@ -265,16 +265,16 @@ def _sorted(which: Ints) -> tuple[Ints, Ints]:
     return order, np.flatnonzero(np.diff(which[order], prepend=-1))
 
 
-def _column(piece: Piece) -> list[float]:
+def _column(cost: BlockCost) -> list[float]:
     return [
-        piece.forward_s + piece.comm_forward_s,
-        piece.backward_s + piece.comm_backward_s,
-        piece.input_s + piece.comm_backward_s,
-        piece.weight_s,
-        piece.kept_bytes,
-        max(piece.forward_bytes, piece.backward_bytes),
-        piece.added_s,
-        max(piece.kept_bytes, piece.stash_bytes),
+        cost.forward_s + cost.comm_forward_s,
+        cost.backward_s + cost.comm_backward_s,
+        cost.input_s + cost.comm_backward_s,
+        cost.weight_s,
+        cost.kept_bytes,
+        max(cost.forward_bytes, cost.backward_bytes),
+        cost.added_s,
+        max(cost.kept_bytes, cost.stash_bytes),
     ]
 
 

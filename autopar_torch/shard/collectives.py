@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .layout import PARTIAL, WHOLE, Cut, Split, is_cut, layout_text
-from .ops import sum_cross_entropy
+from .loss_sums import sum_cross_entropy
 from .parts import Frame, inside, join, overlap, padded, piece
 from .price import Move
 from .watch import heard

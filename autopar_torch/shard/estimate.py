@@ -9,7 +9,7 @@ from torch import fx
 
 from ..model import TensorInfo
 from ..plan import Sharding
-from ..profile import Piece
+from ..profile import BlockCost
 from .layout import WHOLE, Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
 from .rules import op_name
@@ -37,14 +37,14 @@ class _Estimate:
                            if c.text == self.sharding.ops[node.name])
                 for node, options in all_strategies(self.graph, self.mesh).items()}
 
-    def run(self) -> Piece:
+    def run(self) -> BlockCost:
         for node in self.graph.nodes:
             if node.op == "call_function":
                 self._op(node)
             elif node.op == "output":
                 self._output(node)
         kept = self.kept + self.out
-        return Piece(
+        return BlockCost(
             self.prices.rows, self.compute, 2 * self.compute, self.compute, self.compute,
             self.comm_forward, self.comm_backward, out_bytes=self.out, kept_bytes=kept,
             forward_bytes=kept, backward_bytes=self.largest * 3, stash_bytes=kept,
@@ -116,6 +116,6 @@ def _ops(node: fx.Node) -> Iterator[fx.Node]:
     return (user for user in node.users if user.op == "call_function")
 
 
-def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> Piece:
-    """A piece as measuring would give it."""
+def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> BlockCost:
+    """The cost as measuring would give it."""
     return _Estimate(graph, sharding, prices).run()

@@ -25,7 +25,7 @@ class Share(NamedTuple):
     dtype: str
     trained: bool  # its gradient is wanted
     zero: bool  # cut once more among its team
-    steady: bool  # all of the team use it at the same points of their schedules
+    same_schedule: bool  # all of the team use it at the same points of their schedules
 
     @property
     def rows(self) -> int:
@@ -110,8 +110,8 @@ def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: 
     can_cut = len(team.ranks) > 1 and not team.layouts_differ and bool(local)
     trained = info.trainable and not info.buffer
     zero = plan.zero > 0 and can_cut and trained and is_stacked(holding)
-    steady = zero and _alike(plan) and _in_one_stage(plan, graph, name)
-    return Share(name, holding, team, local, info.dtype, trained, zero, steady)
+    same_schedule = zero and _alike(plan) and _in_one_stage(plan, graph, name)
+    return Share(name, holding, team, local, info.dtype, trained, zero, same_schedule)
 
 
 def _alike(plan: Plan) -> bool:
@@ -143,7 +143,7 @@ def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
         if not share.trained:
             continue
         block = first_use[name] if plan.zero >= 2 else 0
-        key = (share.team, share.zero, share.steady, share.dtype, block)
+        key = (share.team, share.zero, share.same_schedule, share.dtype, block)
         open_.setdefault(key, []).append(share)
         if sum(s.num_local * item_bytes(s.dtype) for s in open_[key]) >= plan.bucket_bytes:
             done.append(open_.pop(key))

@@ -13,8 +13,8 @@ from ..profile import Profile
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
-from .equal_ranks import leaders, led
-from .jitter import Draw, drawn, usual
+from .equal_ranks import equal_groups, representatives
+from .jitter import SampledStep, sampled_steps, usual
 from .network import lookup, own_card
 from .tasks import StepTasks
 
@@ -25,16 +25,16 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
 
     With `draws`, the median of so many steps whose computing times vary as measured.
     """
-    found = leaders(plan, profile, num_rows)
+    found = representatives(plan, profile, num_rows)
     varies = draws and not profile.jitter.quiet
-    chances = drawn(plan, profile.jitter, draws) if varies else [usual(plan)]
+    chances = sampled_steps(plan, profile.jitter, draws) if varies else [usual(plan)]
     with _uncollected():
         costs = Costs(plan, graph, lookup(profile), found)
         steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
         peaks = memory.peaks(costs, num_rows)
     steps.sort(key=lambda step: step[1])
     spans, step_s = steps[len(steps) // 2]
-    return Timeline(spans, step_s, peaks, alike=led(found))
+    return Timeline(spans, step_s, peaks, alike=equal_groups(found))
 
 
 @contextlib.contextmanager
@@ -51,8 +51,8 @@ def _uncollected() -> Iterator[None]:
 
 
 def _step(costs: Costs, num_rows: int, start_s: float,
-          draw: Draw) -> tuple[tuple[Span, ...], float]:
-    tasks = StepTasks(costs, num_rows, draw).build()
+          sampled: SampledStep) -> tuple[tuple[Span, ...], float]:
+    tasks = StepTasks(costs, num_rows, sampled).build()
     times = fluid.run(tasks, capacities(costs.profile.profile.cluster, start_s))
     spans = tuple(
         Span(rank, task.stream, task.name, start, end)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import Plan, Replica, Stage
-from ..profile import Lookup, Piece, cell_key
+from ..profile import BlockCost, Lookup, program_key
 from ..shard.holdings import all_holdings, value_shape
 from ..shard.reduction import Share, buckets_of, shares_of
 
@@ -48,7 +48,7 @@ class Bucket:
     ranks: tuple[int, ...]
     num_bytes: float
     op: str  # "sum" or "scatter"
-    steady: bool  # ZeRO 2 and 3 may sum it after every micro-batch
+    same_schedule: bool  # ZeRO 2 and 3 may sum it after every micro-batch
     kept_bytes: float  # of the gradients that it is packed from
 
 
@@ -83,19 +83,19 @@ class StageCost:
 
 class Costs:
     """Costs of a plan; everything is looked up once per number of rows. Of ranks that are alike
-    (`simulate/equal_ranks.py`) those of their leaders only."""
+    (`simulate/equal_ranks.py`) those of their representatives only."""
 
     def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
-                 leaders: Mapping[int, int] | None = None) -> None:
+                 representatives: Mapping[int, int] | None = None) -> None:
         self.plan, self.graph, self.profile = plan, graph, profile
-        self.leaders = leaders or {rank: rank for rank in plan.devices}
+        self.representatives = representatives or {rank: rank for rank in plan.devices}
         self.holdings = all_holdings(plan, graph)
         self.shares = {rank: shares_of(plan, graph, rank, self.holdings)
                        for rank in self.leading(plan.devices)}
         self._stages: dict[tuple[int, int, int], StageCost] = {}
 
     def leading(self, ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if self.leaders[rank] == rank]
+        return [rank for rank in ranks if self.representatives[rank] == rank]
 
     def replicas(self) -> list[tuple[int, Replica]]:
         """Those whose ranks lead, with their numbers."""
@@ -163,7 +163,7 @@ class Costs:
 
     def _added(self, share: Share) -> float:
         """Where ZeRO 2 and 3 sum at once, only a rank's own part stays to be added to."""
-        at_once = self.plan.zero >= 2 and share.zero and share.steady
+        at_once = self.plan.zero >= 2 and share.zero and share.same_schedule
         return _local_bytes(share) / (len(share.team.ranks) if at_once else 1)
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
@@ -172,24 +172,24 @@ class Costs:
         zero, ranks = group[0].zero, group[0].team.ranks
         size = sum(s.num_sent * item_bytes(s.dtype) for s in group) * (len(ranks) if zero else 1)
         return Bucket(min(users), ranks, float(size), "scatter" if zero else "sum",
-                      group[0].steady, size * self._kept(group[0]))
+                      group[0].same_schedule, size * self._kept(group[0]))
 
     def _per_use(self, share: Share) -> bool:
-        return self.plan.zero == 3 and share.steady
+        return self.plan.zero == 3 and share.same_schedule
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
-        again = stage.recompute and not self.graph.kind_of(index).mutates
-        key = cell_key(self.plan.sharding(stage, index), again)
-        piece = self.profile.piece(block.kind, key, rows)
+        recompute = stage.recompute and not self.graph.kind_of(index).mutates
+        key = program_key(self.plan.sharding(stage, index), recompute)
+        cost = self.profile.cost(block.kind, key, rows)
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(self._gathers(used))
         filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
         trained = [share for share in own if share.trained]
         whole = sum(map(_local_bytes, trained))
-        added_s = piece.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
-        return block_work(piece, gathers, filling, float(sum(map(self._leaf_bytes, used))),
+        added_s = cost.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
+        return block_work(cost, gathers, filling, float(sum(map(self._leaf_bytes, used))),
                           added_s, self.plan.whole(stage))
 
     def _leaf_item(self, share: Share) -> int:
@@ -207,21 +207,22 @@ class Costs:
         return sorted(sizes.items())
 
 
-def block_work(piece: Piece, gathers: tuple[tuple[tuple[int, ...], float], ...], filling_s: float,
-               gathered_bytes: float, added_s: float, whole: bool) -> BlockWork:
-    """A piece, with what is gathered for it: whole only while it runs, put together from as much
+def block_work(cost: BlockCost, gathers: tuple[tuple[tuple[int, ...], float], ...],
+               filling_s: float, gathered_bytes: float, added_s: float,
+               whole: bool) -> BlockWork:
+    """A block, with what is gathered for it: whole only while it runs, put together from as much
     that has arrived. With a `whole` backward nothing waits."""
     fill = Work(filling_s)
     return BlockWork(
-        Work(piece.forward_s, piece.comm_forward_s) + fill,
-        Work(piece.backward_s, piece.comm_backward_s) + fill,
-        Work(piece.backward_s if whole else piece.input_s, piece.comm_backward_s) + fill,
-        Work(0.0 if whole else piece.weight_s),
+        Work(cost.forward_s, cost.comm_forward_s) + fill,
+        Work(cost.backward_s, cost.comm_backward_s) + fill,
+        Work(cost.backward_s if whole else cost.input_s, cost.comm_backward_s) + fill,
+        Work(0.0 if whole else cost.weight_s),
         added_s=added_s,
-        kept_bytes=piece.kept_bytes,
-        stash_bytes=0.0 if whole else piece.stash_bytes or piece.kept_bytes,
-        forward_bytes=gathered_bytes + max(gathered_bytes, piece.forward_bytes),
-        backward_bytes=gathered_bytes + max(gathered_bytes, piece.backward_bytes),
+        kept_bytes=cost.kept_bytes,
+        stash_bytes=0.0 if whole else cost.stash_bytes or cost.kept_bytes,
+        forward_bytes=gathered_bytes + max(gathered_bytes, cost.forward_bytes),
+        backward_bytes=gathered_bytes + max(gathered_bytes, cost.backward_bytes),
         gathers=gathers,
     )
 

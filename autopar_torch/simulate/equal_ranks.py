@@ -6,14 +6,14 @@ from ..cluster import Cluster
 from ..plan import Plan, Replica
 from ..profile import Profile
 
-Leaders = dict[int, int]  # rank -> the first of those that do what it does when it does
+Representatives = dict[int, int]  # rank -> the first of those that do what it does when it does
 
 
-def leaders(plan: Plan, profile: Profile, num_rows: int) -> Leaders:
+def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representatives:
     """Of equal replicas on equal nodes the first one, and of each of its stages the first rank.
 
     Only where that is plain to see: datasheets, on which devices share nothing and never change.
-    Elsewhere every rank leads itself. Of what ZeRO cannot cut evenly a leader has the most.
+    Elsewhere every rank stands for itself. Where ZeRO cannot cut evenly, a representative has most.
     """
     if not (_apart(profile) and _equal(plan, profile.cluster, num_rows)):
         return {rank: rank for rank in plan.devices}
@@ -23,8 +23,8 @@ def leaders(plan: Plan, profile: Profile, num_rows: int) -> Leaders:
             for rank in stage.devices}
 
 
-def led(found: Leaders) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each leader, itself first, where it has others."""
+def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each representative, itself first, where it has others."""
     groups: dict[int, list[int]] = {}
     for rank in sorted(found):
         groups.setdefault(found[rank], []).append(rank)

@@ -12,11 +12,11 @@ from ..profile import Jitter
 
 
 @dataclass
-class Draw:
+class SampledStep:
     """One such step. A tensor group varies together: what its ranks wait for each other was
     measured with what they exchange."""
 
-    pace: dict[int, float]  # of each rank in the whole step
+    slowdown: dict[int, float]  # of each rank in the whole step
     block: Sequence[float]
     chance: random.Random
 
@@ -27,21 +27,21 @@ class Draw:
         return self.chance.choices(self.block, k=count)
 
 
-def drawn(plan: Plan, jitter: Jitter, count: int) -> list[Draw]:
-    """So many steps. Between them every group goes at each of as many paces, in an order of its
+def sampled_steps(plan: Plan, jitter: Jitter, count: int) -> list[SampledStep]:
+    """So many steps. Between them every group goes at each of as many slowdowns, in an order of its
     own, so that few steps tell what many would."""
     groups = dict.fromkeys(stage.devices for r in plan.replicas for stage in r.stages)
-    paces = quantiles(jitter.rank, count)
+    slowdowns = quantiles(jitter.rank, count)
     orders = random.Random(0)
-    columns = [orders.sample(paces, count) for _ in groups]
+    columns = [orders.sample(slowdowns, count) for _ in groups]
     return [
-        Draw({rank: own[k] for ranks, own in zip(groups, columns, strict=True) for rank in ranks},
-             jitter.block, random.Random(k))
+        SampledStep({rank: own[k] for ranks, own in zip(groups, columns, strict=True)
+                     for rank in ranks}, jitter.block, random.Random(k))
         for k in range(count)
     ]
 
 
-def usual(plan: Plan) -> Draw:
+def usual(plan: Plan) -> SampledStep:
     """The step in which everything takes what it usually does."""
-    [draw] = drawn(plan, Jitter(), 1)
-    return draw
+    [sampled] = sampled_steps(plan, Jitter(), 1)
+    return sampled

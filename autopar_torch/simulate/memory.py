@@ -24,7 +24,7 @@ def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ..
         schedule = schedule_of(costs, replica, len(counts))
         for lane in schedule.actions:
             found |= _position(costs, r, replica, schedule, lane, counts, states)
-    return tuple(found[costs.leaders[rank]] for rank in costs.plan.devices)
+    return tuple(found[costs.representatives[rank]] for rank in costs.plan.devices)
 
 
 class _Part(NamedTuple):
@@ -103,13 +103,13 @@ def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
         else:
             tally.backward(part, cost, action.op is Op.I, action == last[action.stage])
         if costs.plan.zero >= 2 and action.op in (Op.B, Op.W):
-            steady = [sent for sent in part.buckets if sent.bucket.steady]
-            for bucket in steady:
+            early = [sent for sent in part.buckets if sent.bucket.same_schedule]
+            for bucket in early:
                 tally.send(bucket)
                 tally.add(bucket)
-            tally.expect(part, steady)
+            tally.expect(part, early)
     rest = [sent for part in parts.values() for sent in part.buckets
-            if costs.plan.zero < 2 or not sent.bucket.steady]
+            if costs.plan.zero < 2 or not sent.bucket.same_schedule]
     for bucket in rest:
         tally.send(bucket)
     for bucket in rest:

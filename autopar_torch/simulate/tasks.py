@@ -14,7 +14,7 @@ from ..schedule import Action, Op
 from ..timeline import COMM, COMPUTE
 from .costs import BlockWork, Bucket, Costs, RankCost, Work
 from .fluid import Task
-from .jitter import Draw
+from .jitter import SampledStep
 
 _PART = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
@@ -37,8 +37,8 @@ def _load(curve: Curve) -> Load:
 class StepTasks:
     """Tasks of one training step; `tasks` is complete after `build`."""
 
-    def __init__(self, costs: Costs, num_rows: int, draw: Draw) -> None:
-        self.costs, self.draw, self.cluster = costs, draw, costs.profile.profile.cluster
+    def __init__(self, costs: Costs, num_rows: int, sampled: SampledStep) -> None:
+        self.costs, self.sampled, self.cluster = costs, sampled, costs.profile.profile.cluster
         self.overheads = costs.profile.profile.overheads
         self.rows = costs.plan.micro_batches(num_rows)
         self.tasks: list[Task] = []
@@ -48,7 +48,7 @@ class StepTasks:
         self.ended: dict[tuple[int, int], int] = {}  # (rank, block) -> end of its last backward
         self.reduced: dict[int, list[int]] = {}  # rank -> reductions it waits for
         self.joined: dict[tuple[tuple[int, ...], int], int] = {}  # (team, turn) -> task
-        self.turns: Counter[tuple[int, tuple[int, ...]]] = Counter()  # of a rank in a team
+        self.num_joined: Counter[tuple[int, tuple[int, ...]]] = Counter()  # of a rank in a team
 
     def build(self) -> list[Task]:
         self._begin()
@@ -64,7 +64,7 @@ class StepTasks:
         if seconds > 0:
             core = {f"core {self.cluster.core(rank)}": 1.0}
             before = (self.last[rank],) if rank in self.last else ()
-            own_s = seconds * self.draw.pace[rank]
+            own_s = seconds * self.sampled.slowdown[rank]
             self.last[rank] = self._add(Task(name, own_s, core, before, (rank,), COMPUTE))
 
     def _add(self, task: Task) -> int:
@@ -107,8 +107,8 @@ class StepTasks:
               load: Load) -> None:
         """A collective whose ranks come to it each by its own list of actions: whoever is first
         makes the task, the others make it wait for them too."""
-        key = (team, self.turns[rank, team])
-        self.turns[rank, team] += 1
+        key = (team, self.num_joined[rank, team])
+        self.num_joined[rank, team] += 1
         if key not in self.joined:
             self.joined[key] = self._exchange(team, name, seconds, load, ())
         place = self.joined[key]
@@ -199,7 +199,7 @@ class StepTasks:
         self._before(cost.ranks, action, name, first)
         for group in groups:
             self._gather(cost.ranks, action.op, group, blocks.start)
-            factors = self.draw.factors(len(group))
+            factors = self.sampled.factors(len(group))
             for rank_cost in cost.ranks:
                 own = [rank_cost.blocks[b - blocks.start] for b in group]
                 works = [f * getattr(b, what).compute_s for f, b in zip(factors, own, strict=True)]
@@ -227,21 +227,22 @@ class StepTasks:
                     self._join(cost.rank, team, "gather", curve.seconds(size), _load(curve))
 
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
-        """Sums that this rank waits for: of all steady buckets, or of those complete with a block.
+        """Sums that this rank waits for: of all buckets whose ranks share a schedule, or of those
+        complete with a block.
 
         ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
         two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.
         """
         for cost in ranks:
             for bucket in cost.buckets:
-                if bucket.steady and block in (None, bucket.block):
+                if bucket.same_schedule and block in (None, bucket.block):
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
                     seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
                     self._join(cost.rank, bucket.ranks, "scatter", seconds, _load(curve))
 
     def _summed_beside(self, bucket: Bucket) -> bool:
         """Whether the backward goes on meanwhile."""
-        return len(bucket.ranks) > 1 and not (bucket.steady and self.costs.plan.zero == 3)
+        return len(bucket.ranks) > 1 and not (bucket.same_schedule and self.costs.plan.zero == 3)
 
     def _pack(self, ranks: Sequence[RankCost], block: int) -> None:
         """The backward stops while what is complete with a block becomes a message."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import EXCHANGE_CORE, CellNeed, Curve, CurveNeed, Lookup, Piece, Profile
+from ..profile import EXCHANGE_CORE, BlockCost, BlockNeed, Curve, CurveNeed, Lookup, Profile
 from .costs import Costs
 from .jitter import usual
 from .tasks import StepTasks
@@ -20,8 +20,8 @@ class _Listener(Lookup):
         super().__init__(Profile(cluster, ()))
         self.asked: dict[CurveNeed, None] = {}
 
-    def piece(self, kind: str, sharding: str, rows: int) -> Piece:
-        return Piece(rows, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    def cost(self, kind: str, sharding: str, rows: int) -> BlockCost:
+        return BlockCost(rows, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         return _Asked(op, tuple(ranks), self.asked)  # type: ignore[return-value]
@@ -41,22 +41,22 @@ class _Asked:
 
 
 def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
-             num_rows: int) -> tuple[list[CellNeed], list[CurveNeed]]:
+             num_rows: int) -> tuple[list[BlockNeed], list[CurveNeed]]:
     """Cells and communications of all plans, each once."""
-    cells: dict[CellNeed, None] = {}
+    blocks: dict[BlockNeed, None] = {}
     listener = _Listener(cluster)
     for plan in plans:
         StepTasks(Costs(plan, graph, listener), num_rows, usual(plan)).build()
-        cells |= dict.fromkeys(cells_of(plan, graph, num_rows))
-    return list(cells), list(listener.asked)
+        blocks |= dict.fromkeys(block_needs(plan, graph, num_rows))
+    return list(blocks), list(listener.asked)
 
 
-def cells_of(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
+def block_needs(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[BlockNeed]:
     """Of one plan, as often as they occur."""
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):
-                again = stage.recompute and not graph.kind_of(block).mutates
+                recompute = stage.recompute and not graph.kind_of(block).mutates
                 for rows in {end - start for start, end in spans}:
                     sharding = plan.sharding(stage, block)
-                    yield CellNeed(graph.blocks[block].kind, sharding, rows, again)
+                    yield BlockNeed(graph.blocks[block].kind, sharding, rows, recompute)

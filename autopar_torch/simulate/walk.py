@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..schedule import Action, Op, order
 
-Seconds = Sequence[float]  # per stage
+PerStage = Sequence[float]  # seconds
 OPS = (Op.F, Op.B, Op.I, Op.W)
 WORKS = 8  # kinds of work in a `Pipeline`
 EQUAL = 1e-12  # relative difference of strides that are equal but for rounding
@@ -29,16 +29,16 @@ class Pipeline(NamedTuple):
     only one, it is the last.
     """
 
-    forward: Seconds
-    backward: Seconds
-    input: Seconds
-    weight: Seconds
-    first_backward: Seconds
-    first_weight: Seconds
-    last_backward: Seconds
-    last_weight: Seconds
-    send: Seconds  # forward, to the next stage; of the last one: unused
-    back: Seconds  # backward, to the stage before; of the first one: unused
+    forward: PerStage
+    backward: PerStage
+    input: PerStage
+    weight: PerStage
+    first_backward: PerStage
+    first_weight: PerStage
+    last_backward: PerStage
+    last_weight: PerStage
+    send: PerStage  # forward, to the next stage; of the last one: unused
+    back: PerStage  # backward, to the stage before; of the first one: unused
 
 
 class Steps(NamedTuple):
@@ -67,8 +67,8 @@ def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline, num_micro_batc
     return [done[-back] for back in steps.ends]
 
 
-def _repeat(window: Sequence[Step], times: int, work: Seconds, delays: Seconds, clock: list[float],
-            done: list[float], reach: int) -> None:
+def _repeat(window: Sequence[Step], times: int, work: PerStage, delays: PerStage,
+            clock: list[float], done: list[float], reach: int) -> None:
     """A window that has run once, so many times more; in one stride as soon as it repeats."""
     while times > 0:
         before, earlier = list(clock), done[-reach:]
@@ -81,7 +81,7 @@ def _repeat(window: Sequence[Step], times: int, work: Seconds, delays: Seconds, 
             return
 
 
-def _run(steps: Sequence[Step], work: Seconds, delays: Seconds, clock: list[float],
+def _run(steps: Sequence[Step], work: PerStage, delays: PerStage, clock: list[float],
          done: list[float]) -> None:
     """Each step starts when its position is free and what it needs has come."""
     add = done.append

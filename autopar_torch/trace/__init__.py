@@ -19,7 +19,7 @@ from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
 from .call import Call
-from .capture import Captured, Source, capture, check_sizes, describe_params
+from .capture import Captured, InputSource, capture, check_sizes, describe_params
 from .clean import flatten, info_of
 from .form import Form, LossFn
 from .repeat import find_stacks, shortened
@@ -32,7 +32,7 @@ class Traced:
     graph: ModelGraph
     programs: dict[str, fx.Graph]
     prologue: fx.Graph  # inputs, buffers and constants -> everything without parameters
-    sources: dict[str, Source]
+    sources: dict[str, InputSource]
     consts: dict[str, Tensor]
     outputs: tuple[str, ...]
     rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
@@ -107,7 +107,7 @@ def _is_rows_input(node: fx.Node, captured: Captured) -> bool:
     return captured.sources[node.name].kind == "input" and bool(shape) and shape[0] == ROWS
 
 
-def _merge_ties(graph: fx.Graph, sources: dict[str, Source]) -> None:
+def _merge_ties(graph: fx.Graph, sources: dict[str, InputSource]) -> None:
     """One placeholder per parameter, however many names it has."""
     first: dict[tuple[str, str], fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ..model import ROWS, TensorInfo, at_rows
 from ..shard.rules import op_name
 from .blocks import TracedBlock, at_batch
-from .capture import Source
+from .capture import InputSource
 from .clean import info_of, is_mutable
 
 log = logging.getLogger("autopar_torch")
@@ -28,7 +28,7 @@ ByName = dict[str, Any]
 
 
 def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedBlock],
-           outputs: Iterable[str], sources: Mapping[str, Source],
+           outputs: Iterable[str], sources: Mapping[str, InputSource],
            consts: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Ops of the prologue after which rows depend on each other."""
     nodes = {node.name: node for node in prologue.nodes}

@@ -21,7 +21,7 @@ from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import PARTIAL, WHOLE, Layout
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import flops, has_rule, op_name
-from .capture import Source
+from .capture import InputSource
 from .clean import _is_view, info_of, is_mutable
 
 _NUMBER = re.compile(r"^\d+$")
@@ -43,7 +43,7 @@ class TracedBlock:
     signature: str
 
 
-def split_main(graph: fx.Graph, sources: dict[str, Source]) -> set[fx.Node]:
+def split_main(graph: fx.Graph, sources: dict[str, InputSource]) -> set[fx.Node]:
     """Nodes that depend on a parameter, a changing buffer, or chance: the chain's nodes."""
     changing = {
         node.args[i]
@@ -133,7 +133,7 @@ def _unique(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.No
     return named
 
 
-def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list[TracedBlock]:
+def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, InputSource]) -> list[TracedBlock]:
     """Blocks in order, each with a graph of its own."""
     runs = units([node for node in graph.nodes if node in main])
     owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
@@ -150,7 +150,7 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, Source]) -> list
 
 
 def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict[fx.Node, str],
-           sources: dict[str, Source]) -> TracedBlock:
+           sources: dict[str, InputSource]) -> TracedBlock:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inside = set(nodes)
@@ -174,7 +174,7 @@ def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict
 
 
 def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
-          sources: dict[str, Source]) -> tuple[str, dict[str, str], str]:
+          sources: dict[str, InputSource]) -> tuple[str, dict[str, str], str]:
     if node in values:
         return f"x{len(piece.inputs)}", piece.inputs, values[node]
     source = sources.get(node.name) if node.op == "placeholder" else None

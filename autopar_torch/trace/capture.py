@@ -26,7 +26,7 @@ _PREFIX = "model."
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """What a placeholder stands for."""
 
     kind: str  # "input", "param", "buffer", "const"
@@ -39,7 +39,7 @@ class Captured:
 
     graph: fx.Graph
     module: nn.Module  # holds submodules of the graph, if any
-    sources: dict[str, Source]
+    sources: dict[str, InputSource]
     outputs: tuple[str, ...]
     form: Form  # the structure of what the model returns
     reads: frozenset[Read]  # attributes of modules that forward has read
@@ -201,13 +201,13 @@ def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Ten
         )
 
 
-def _source(spec: Any, names: dict[str, str]) -> Source:
+def _source(spec: Any, names: dict[str, str]) -> InputSource:
     if spec.kind == InputKind.USER_INPUT:
-        return Source("input", spec.arg.name)
+        return InputSource("input", spec.arg.name)
     name = spec.target.removeprefix(_PREFIX)
     if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-        return Source("param" if spec.kind == InputKind.PARAMETER else "buffer", names[name])
-    return Source("const", spec.target.replace(".", "_"))
+        return InputSource("param" if spec.kind == InputKind.PARAMETER else "buffer", names[name])
+    return InputSource("const", spec.target.replace(".", "_"))
 
 
 def _first_line(error: BaseException) -> str:

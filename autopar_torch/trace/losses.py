@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..model import ROWS, TensorInfo
-from ..shard import ops
+from ..shard import loss_sums
 from .clean import aten, info_of, schema_name
 
 _SCALAR = TensorInfo((), "float32")
@@ -84,7 +84,7 @@ def _scaled(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     if not count:
         return
     with graph.inserting_before(node):
-        number = graph.call_function(ops.count_values, (batch[0], count))
+        number = graph.call_function(loss_sums.count_values, (batch[0], count))
         number.meta = {"info": _SCALAR, "module": node.meta["module"]}
         op = aten.div.Tensor if divides else aten.mul.Tensor
         new = graph.call_function(op, (node.args[0], number))
@@ -100,10 +100,10 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         count = None
         if reduction == _MEAN:
-            count = graph.call_function(ops.count_labels, (target, weight, ignore))
+            count = graph.call_function(loss_sums.count_labels, (target, weight, ignore))
             count.meta = {"info": _SCALAR, "module": node.meta["module"]}
         new = graph.call_function(
-            ops.cross_entropy, (logits, target, count, weight, ignore, smoothing)
+            loss_sums.cross_entropy, (logits, target, count, weight, ignore, smoothing)
         )
     _replace(graph, node, new)
 
@@ -111,9 +111,9 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
 def _mean(graph: fx.Graph, node: fx.Node, values: Any, batch: list[fx.Node]) -> None:
     per_row = math.prod(info_of(values).shape) // ROWS
     with graph.inserting_before(node):
-        count = graph.call_function(ops.count_values, (batch[0], per_row))
+        count = graph.call_function(loss_sums.count_values, (batch[0], per_row))
         count.meta = {"info": _SCALAR, "module": node.meta["module"]}
-        new = graph.call_function(ops.mean_over_rows, (values, count))
+        new = graph.call_function(loss_sums.mean_over_rows, (values, count))
     _replace(graph, node, new)
 
 

@@ -57,9 +57,9 @@ def measured(repeats: int) -> dict[str, list[float]]:
     }
     kinds = [f"{form} {how}{what}" for form in forms for how in HOW for what in ("", " cpu")]
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(repeats):
-        for form in sorted(forms, reverse=turn % 2 == 1):
-            to = folder / f"{form}{turn}"
+    for repeat in range(repeats):
+        for form in sorted(forms, reverse=repeat % 2 == 1):
+            to = folder / f"{form}{repeat}"
             for how in HOW:
                 dist.barrier()
                 start, busy = time.perf_counter(), time.process_time()

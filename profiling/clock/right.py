@@ -28,7 +28,7 @@ CASES = [  # model, rows, ranks, network
     ("vit", 8, 2, "200 Mbit/s"), ("gpt", 4, 4, "loopback"), ("llama", 4, 4, "1 Gbit/s"),
     ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
 ]
-HEATS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
+CUTOFFS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
 LIMIT = 0.02
 
 
@@ -84,7 +84,7 @@ def rank_main(model: str, rows: int, out: str) -> None:
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
     plans = [chosen.plan, *(plan for plan in plans if not same(plan, chosen.plan))]
     runners = [Runner(make, rows, plan) for plan in plans]
-    rounds_s = race(runners, HEATS, chosen.world, stays=(0,))
+    rounds_s = race(runners, CUTOFFS, chosen.world, stays=(0,))
     if dist.get_rank() == 0:
         rows_out = [{"plan": short(runner.model.plan), "seconds": seconds}
                     for runner, seconds in zip(runners, rounds_s, strict=True)]

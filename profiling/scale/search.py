@@ -35,7 +35,7 @@ from autopar_torch import api
 from autopar_torch.errors import SearchError
 from autopar_torch.search.best import KEPT, Result, search
 from autopar_torch.search.explain import short
-from autopar_torch.search.why import Case
+from autopar_torch.search.reasons import Case
 from autopar_torch.simulate.network import lookup
 from models import MODELS
 

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .evaluate import FIRST_B, FORWARD, INPUT, LAST_B, LAST_W, Parts, Pricer
+from .evaluate import FIRST_B, FORWARD, INPUT, LAST_B, LAST_W, Pricer, StageSeconds
 from .tables import Array
 
 
-def floors(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
+def lower_bounds(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Per cut: no step with these borders is shorter. `bounds` proves the same for all cuts."""
     parts = pricer.weighed(cuts)
     outside = parts.begin.min(axis=1) + pricer.loss_s + parts.update.max(axis=1)
     return _inside(pricer, parts) + outside
 
 
-def _inside(pricer: Pricer, parts: Parts) -> Array:
+def _inside(pricer: Pricer, parts: StageSeconds) -> Array:
     c, work, busy = pricer.candidate, parts.work, parts.busy(pricer.candidate)
     f, i = work[FORWARD], work[INPUT]
     p, m = c.pp, c.micro_batches
@@ -30,9 +30,9 @@ def _inside(pricer: Pricer, parts: Parts) -> Array:
         return f.sum(axis=1) + (m - 1) * f.max(axis=1) + there + back + late.max(axis=1)
     ahead = np.minimum(m, p - np.arange(p))
     if c.schedule == "1f1b":
-        halved = np.array([c.halved(s) for s in range(p)])
-        first, last = np.where(halved < m, begun, i), np.where(halved == 0, work[LAST_B], i)
-        own = np.where(halved, i + work[LAST_W], last)
+        num_split = np.array([c.num_split(s) for s in range(p)])
+        first, last = np.where(num_split < m, begun, i), np.where(num_split == 0, work[LAST_B], i)
+        own = np.where(num_split, i + work[LAST_W], last)
         late = _behind(first) + busy - ahead * f - own + last.cumsum(axis=1)
         return f.sum(axis=1) + there + back + late.max(axis=1)
     if c.schedule == "zero_bubble":
@@ -49,7 +49,7 @@ def _before(seconds: Array) -> Array:
     return seconds.cumsum(axis=-1) - seconds
 
 
-def _interleaved(pricer: Pricer, parts: Parts, begun: Array) -> Array:
+def _interleaved(pricer: Pricer, parts: StageSeconds, begun: Array) -> Array:
     """The first backward of position k is that of its last stage. It comes after all forwards on
     the way and the backwards behind it; by then k has done at most its warm-up, and has the rest to
     do; the last thing it does is a backward of its first stage, before which positions wait."""

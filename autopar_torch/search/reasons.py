@@ -17,7 +17,7 @@ from ..simulate.network import lookup
 from .best import Choice, Result, search
 from .evaluate import Pricer
 from .explain import short
-from .misses import GIB, memory_parts
+from .out_of_memory import GIB, memory_parts
 from .space import Candidate, Constraints, Option
 from .tables import Tables
 
@@ -90,8 +90,8 @@ def _exchanged(pricer: Pricer, stages: Sequence[tuple[int, int]]) -> float:
     for a, b in stages:
         for number in which[a:b]:
             kind, own = programs[number]
-            piece = tables.piece(kind, own, pricer.rows, c.recompute)
-            total += piece.comm_forward_s + piece.comm_backward_s
+            cost = tables.cost(kind, own, pricer.rows, c.recompute)
+            total += cost.comm_forward_s + cost.comm_backward_s
     return total
 
 
@@ -129,15 +129,15 @@ def _splits(pricer: Pricer) -> Iterator[str]:
     programs, which = pricer.tables.programs[pricer.candidate.option]
     for number, (kind, key) in enumerate(programs):
         blocks = [i for i, n in enumerate(which) if n == number]
-        sharding, piece = option.shardings[blocks[0]], pricer.tables.profile.piece(
+        sharding, cost = option.shardings[blocks[0]], pricer.tables.profile.cost(
             kind, key, pricer.rows)
         name = f"  {kind} x {len(blocks)}: "
         if sharding is None:
             yield name + "whole, as no tensor group is used"
             continue
         split = sum("S" in text for text in sharding.ops.values())
-        comm = piece.comm_forward_s + piece.comm_backward_s
-        whole = comm + piece.forward_s + piece.backward_s
+        comm = cost.comm_forward_s + cost.comm_backward_s
+        whole = comm + cost.forward_s + cost.backward_s
         yield (f"{name}{split} of {len(sharding.ops)} ops shared by {option.degree} devices, "
                f"{comm / whole if whole else 0.0:.1%} of its time is exchange")
 
@@ -166,7 +166,7 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
 def _changes(case: Case, best: Choice) -> Iterator[str]:
     """The same search with more memory, another batch, faster or slower networks."""
     cluster = case.profile.cluster
-    memory = case.limits.room(cluster)
+    memory = case.limits.capacity_bytes(cluster)
 
     def network(factor: float) -> dict[str, Any]:
         link = msgspec.structs.replace(

@@ -13,18 +13,18 @@ from .tables import Tables
 GIB = 2**30
 
 
-def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity: float,
+def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
                  limits: Constraints) -> SearchError:
     """The error, with the nearest miss by category of memory."""
     parts = memory_parts(Pricer(tables, near.candidate, num_rows), near.borders)
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in
                        sorted(parts.items(), key=lambda item: -item[1]) if size)
     return SearchError(
-        f"no plan fits into {capacity / GIB:.2f} GiB per device, for {num_rows} rows on "
+        f"no plan fits into {capacity_bytes / GIB:.2f} GiB per device, for {num_rows} rows on "
         f"{tables.cluster.num_devices} devices\n  nearest: {words(tables, near.candidate)} needs "
         f"{near.memory_bytes / GIB:.2f} GiB ({listed})",
         where="memory per device",
-        fix="; or ".join(_ways_out(tables, near, num_rows, capacity, limits, parts)),
+        fix="; or ".join(_ways_out(tables, near, num_rows, capacity_bytes, limits, parts)),
     )
 
 
@@ -44,8 +44,8 @@ def words(tables: Tables, c: Candidate) -> str:
     return text + (" recompute" if c.recompute else "")
 
 
-def _ways_out(tables: Tables, near: Found, num_rows: int, capacity: float, limits: Constraints,
-              parts: dict[str, float]) -> list[str]:
+def _ways_out(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
+              limits: Constraints, parts: dict[str, float]) -> list[str]:
     """Three of them, the cheapest first."""
     ways = []
     pinned = [name for name in ("tp", "pp", "dp", "zero", "num_micro_batches", "recompute",
@@ -55,11 +55,11 @@ def _ways_out(tables: Tables, near: Found, num_rows: int, capacity: float, limit
     if limits.precision == "float32":
         ways.append("precision='bfloat16'")
     kept = parts.get("activations", 0.0) + parts.get("working", 0.0)
-    room = capacity - near.memory_bytes + kept
-    if kept and room > 0 and (rows := int(num_rows * room / kept)):
+    for_rows = capacity_bytes - near.memory_bytes + kept
+    if kept and for_rows > 0 and (rows := int(num_rows * for_rows / kept)):
         ways.append(f"a global batch of about {rows} rows")
     over = near.memory_bytes - parts.get("fixed", 0.0)
-    free = capacity - parts.get("fixed", 0.0)
+    free = capacity_bytes - parts.get("fixed", 0.0)
     if free > 0:
         count = math.ceil(tables.cluster.num_devices * over / free)
         ways.append(f"about {count} devices")
