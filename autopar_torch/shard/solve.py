@@ -44,6 +44,7 @@ from .price import (
     reduce_seconds,
     ring_waits,
 )
+from .rules import ShapedOp
 from .square import all_strategies
 
 Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
@@ -95,28 +96,19 @@ def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool
     return True
 
 
-def _shape(info: TensorInfo | tuple[TensorInfo, ...]) -> tuple[int, ...]:
-    return (info[0] if isinstance(info, tuple) else info).shape
-
-
 def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> list[OpWay]:
     """Strategies on one axis -> choices on the whole mesh, illegal ones left out."""
-    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
-    shapes = [_shape(n.meta["info"]) for n in inputs]
-    out_shape = _shape(node.meta["info"]) if node.meta.get("info") is not None else ()
-    found = []
+    op, found = ShapedOp(node), []
     flat = [s for s in per_axis if not s.is_square]
     options = [per_axis if side(parts) else flat for parts in mesh]
     for picked in itertools.product(*options):
         if sum(s.is_square for s in picked) > 1:
             continue
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
-                    for k in range(len(inputs)))
+                    for k in range(len(op.inputs)))
         out = tuple(s.out for s in picked)
-        fits = legal(out_shape, out, mesh) and all(
-            legal(shape, form.value, mesh) for shape, form in zip(shapes, ins, strict=True)
-        )
-        if fits:
+        if legal(op.out, out, mesh) and all(
+                legal(shape, form.value, mesh) for shape, form in zip(op.shapes, ins, strict=True)):
             share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
             found.append(OpWay(ins, out, ";".join(s.text for s in picked), share))
     return found
@@ -196,7 +188,8 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
         _connect(problem, convert, node, users)
     solution = eliminate(problem.sizes, problem.tables, tuple(borders))
     by_name = {n.name: c for n, c in choices.items()}
-    forms = {**problem.forms, **_param_forms(problem)}
+    params = {name: forms for name, forms in problem.made.items() if name.startswith("w_")}
+    forms = {**problem.forms, **params}
     return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
                      solution)
 
@@ -223,8 +216,8 @@ def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Pric
                forward: float) -> tuple[float, float, float]:
     """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
     axis = cast(int, choice.ring)
-    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
-    values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
+    values = [*zip(ShapedOp(node).inputs, (form.value for form in choice.ins), strict=True),
+              (node, choice.out)]
     blocks = {
         layout.skew: num_bytes(value.meta["info"], prices.rows) / parts_of(mesh, layouts)
         for value, layouts in values
@@ -234,10 +227,6 @@ def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Pric
     return (*waits, blocks["i"])
 
 
-def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
-    return {name: forms for name, forms in problem.made.items() if name.startswith("w_")}
-
-
 Readers = dict[fx.Node, list[tuple[str, list[Forms]]]]
 
 
@@ -245,8 +234,7 @@ def _readers(choices: dict[fx.Node, list[OpWay]]) -> Readers:
     """Value -> (reading op, the form it needs under each of its choices)."""
     readers: Readers = {}
     for node, options in choices.items():
-        inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
-        for k, value in enumerate(inputs):
+        for k, value in enumerate(ShapedOp(node).inputs):
             readers.setdefault(value, []).append((node.name, [c.ins[k] for c in options]))
     return readers
 
@@ -361,25 +349,6 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
             made[key] = read_out(table, block.kind, borders)
         result.append(made[key])
     return result
-
-
-def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple[int, ...],
-             prices: Prices,
-             seconds_per_byte: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:
-    """Shardings of a chain that are fastest for some worth of a byte: (seconds, bytes, sharding).
-
-    Each is optimal for its price, so none is dominated by any other sharding: the lower convex hull
-    of the (time, memory) Pareto set.
-    """
-    found: dict[tuple[float, int], list[Sharding]] = {}
-    for price in seconds_per_byte:
-        priced = prices._replace(memory_s_per_byte=price)
-        kinds = dict.fromkeys(block.kind for block in blocks)
-        tables = {kind: tabulate(programs[kind], mesh, priced) for kind in kinds}
-        chosen = solve_chain(blocks, [tables[b.kind] for b in blocks], frozenset())
-        key = (sum(s.cost_s for s in chosen), sum(s.kept_bytes for s in chosen))
-        found.setdefault(key, chosen)
-    return [(seconds, size, chosen) for (seconds, size), chosen in sorted(found.items())]
 
 
 def _border_names(block: Block) -> dict[str, str]:
