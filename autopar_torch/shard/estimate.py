@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import fx
@@ -58,7 +57,8 @@ class _Estimate:
             self._ring(node, choice, seconds)
         size = self._local_bytes(node)
         self.largest = max(self.largest, size)
-        if node.meta["info"] is not None and any(op_name(u) not in _LINEAR for u in _ops(node)):
+        if node.meta["info"] is not None and any(
+                user.op == "call_function" and op_name(user) not in _LINEAR for user in node.users):
             self.kept += size
         for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):
             if choice:
@@ -87,8 +87,6 @@ class _Estimate:
         return self._form(node.name) or Forms(whole, whole)
 
     def _local_bytes(self, node: fx.Node) -> float:
-        if not self.mesh:
-            return float(num_bytes(node.meta["info"], self.prices.rows))
         parts = parts_of(self.mesh, self._made(node).value)
         return num_bytes(node.meta["info"], self.prices.rows) / parts
 
@@ -110,10 +108,6 @@ class _Estimate:
             self.comm_backward += convert_seconds(
                 then.grad, have.grad, size, self.mesh, self.prices
             )
-
-
-def _ops(node: fx.Node) -> Iterator[fx.Node]:
-    return (user for user in node.users if user.op == "call_function")
 
 
 def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> Piece:

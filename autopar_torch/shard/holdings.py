@@ -24,13 +24,9 @@ class LocalParam(NamedTuple):
     place: tuple[int, ...]
 
     @property
-    def extent(self) -> tuple[object, ...]:
+    def cuts(self) -> tuple[Part, ...]:
         """Equal for ranks that hold the same elements."""
-        return tuple(self.cuts)
-
-    @property
-    def cuts(self) -> list[Part]:
-        return all_cuts(self.forms.value, self.mesh, self.place)
+        return tuple(all_cuts(self.forms.value, self.mesh, self.place))
 
     @property
     def grad_group(self) -> tuple[object, ...]:
@@ -139,6 +135,6 @@ def team_of(holdings: list[LocalParam], rank: int) -> Team:
         ranks = tuple(h.rank for h in holdings if h.grad_group == mine.grad_group)
         return Team(ranks)
     if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
-                        and not h.extent and h.num_copies == 1 for h in holdings):
+                        and not h.cuts and h.num_copies == 1 for h in holdings):
         return Team(tuple(h.rank for h in holdings))
     return Team(tuple(h.rank for h in holdings), True)
