@@ -9,11 +9,10 @@ from torch import fx
 from ..model import TensorInfo
 from ..plan import Sharding
 from ..profile import Piece
-from .layout import WHOLE, Forms, parse_forms, parts_of
+from .layout import Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
 from .rules import op_name
-from .solve import OpWay, combine, ring_costs
-from .square import all_strategies
+from .solve import OpWay, chosen_way, ring_costs, ways
 
 _LINEAR = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "add_", "clone", "to", "_to_copy"}
 
@@ -24,17 +23,11 @@ class _Estimate:
     def __init__(self, graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> None:
         self.graph, self.sharding, self.prices = graph, sharding, prices
         self.mesh = sharding.mesh if sharding else ()
-        self.choices = self._choices()
+        self.choices = {node: chosen_way(node, legal, sharding) for node, legal in ways(
+            graph, self.mesh).items()} if sharding else {}
         self.compute = self.comm_forward = self.comm_backward = self.kept = self.out = 0.0
         self.largest = 0.0
         self.done: set[tuple[str, Forms, Forms]] = set()
-
-    def _choices(self) -> dict[fx.Node, OpWay]:
-        if self.sharding is None:
-            return {}
-        return {node: next(c for c in combine(node, options, self.mesh)
-                           if c.text == self.sharding.ops[node.name])
-                for node, options in all_strategies(self.graph, self.mesh).items()}
 
     def run(self) -> Piece:
         for node in self.graph.nodes:
@@ -83,8 +76,7 @@ class _Estimate:
     def _made(self, node: fx.Node) -> Forms:
         if node in self.choices:
             return self.choices[node].made
-        whole = (WHOLE,) * len(self.mesh)
-        return self._form(node.name) or Forms(whole, whole)
+        return self._form(node.name) or Forms.whole(len(self.mesh))
 
     def _local_bytes(self, node: fx.Node) -> float:
         parts = parts_of(self.mesh, self._made(node).value)

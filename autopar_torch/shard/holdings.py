@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph, TensorInfo
 from ..plan import Plan, Stage
-from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, local_shape, parse_forms
+from .layout import PARTIAL, WHOLE, Forms, Part, all_cuts, local_shape, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -87,8 +87,7 @@ def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
     """The form of a parameter slot of a block, whole where there is no sharding."""
     if sharding := plan.sharding(stage, block):
         return parse_forms(sharding.forms[slot])
-    whole: tuple[Layout, ...] = (WHOLE,) * len(stage.axes)
-    return Forms(whole, whole)
+    return Forms.whole(len(stage.axes))
 
 
 def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: TensorInfo,

@@ -288,7 +288,11 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return has_tag(node, torch.Tag.pointwise)
+
+
+def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    return isinstance(node.target, OpOverload) and tag in node.target.tags
 
 
 def flops(node: fx.Node) -> float:

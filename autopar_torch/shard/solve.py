@@ -8,7 +8,7 @@ eliminated once per kind; the chain is then the same problem over the borders of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -29,7 +29,6 @@ from .layout import (
     Square,
     Strategy,
     all_cuts,
-    grad_layout,
     is_cut,
     layouts_text,
     parts_of,
@@ -47,6 +46,7 @@ from .price import (
 from .rules import ShapedOp
 from .square import all_strategies
 
+SHOWN = 8  # of what would be legal
 Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
 
 
@@ -67,7 +67,7 @@ class OpWay(NamedTuple):
 
     @property
     def made(self) -> Forms:
-        return Forms(self.out, tuple(grad_layout(layout) for layout in self.out))
+        return Forms.of(self.out)
 
 
 class KindTable(NamedTuple):
@@ -114,12 +114,37 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
     return found
 
 
+def ways(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list[OpWay]]:
+    """Every way to run every op of a graph on a mesh."""
+    return {node: combine(node, options, mesh)
+            for node, options in all_strategies(graph, mesh).items()}
+
+
+def chosen_way(node: fx.Node, legal: Sequence[OpWay], sharding: Sharding) -> OpWay:
+    """What the sharding says about an op, refused if the op cannot be split so."""
+    wanted = sharding.ops.get(node.name)
+    for choice in legal:
+        if choice.text == wanted:
+            return choice
+    raise ShardingError(
+        f"{node.name} cannot be split as {wanted!r} on a mesh of {sharding.mesh}",
+        where=f"Plan.shardings[kind={sharding.kind}].ops",
+        fix=legal_are({choice.text for choice in legal}),
+    )
+
+
+def legal_are(texts: Collection[str]) -> str:
+    """Some of what could be said instead."""
+    few = sorted(texts)
+    more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+    return f"legal are {', '.join(few[:SHOWN])}{more}"
+
+
 def border_forms(info: TensorInfo, mesh: tuple[int, ...]) -> list[Forms]:
     """Forms a value may have between blocks: whole, or cut along a dim."""
     options: list[Layout] = [WHOLE, *(Split(d) for d in range(len(info.shape)))]
-    return [Forms(o, tuple(grad_layout(x) for x in o))
-            for o in itertools.product(options, repeat=len(mesh))
-            if legal(info.shape, o, mesh)]
+    return [Forms.of(made) for made in itertools.product(options, repeat=len(mesh))
+            if legal(info.shape, made, mesh)]
 
 
 def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
@@ -244,9 +269,8 @@ def _add_slot(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Form
               borders: dict[str, list[Forms]]) -> None:
     """A placeholder: a border value, a parameter, or something every device has whole."""
     name, info, mesh = node.name, node.meta["info"], problem.mesh
-    whole = (WHOLE,) * len(mesh)
     if name.startswith("c"):
-        forms = [Forms(whole, whole)]
+        forms = [Forms.whole(len(mesh))]
         problem.add(name, 1)
     elif name.startswith("w_"):
         wanted = [form for _, options in users for form in options]
