@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from . import files
-from .errors import AutoparError, PlanError, TraceError
+from .errors import PlanError, TraceError
 from .find import choose, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
@@ -206,15 +206,12 @@ def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...
 
 def _read_plan(plan: GivenPlan, place: world.World, limits: Constraints) -> Plan:
     """A plan that fits the world, on every rank, or an error on every rank."""
-    error: Exception | None = None
-    chosen = _unsplit(limits)
-    try:
-        chosen = chosen if plan is None else _given(plan)
+    def read() -> Plan:
+        chosen = _unsplit(limits) if plan is None else _given(plan)
         check(chosen, place.size)
-    except AutoparError as found:
-        error = found
-    place.together(error)
-    return chosen
+        return chosen
+
+    return place.jointly(read)
 
 
 def _given(plan: GivenPlan) -> Plan:
@@ -338,17 +335,14 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
 
 def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) -> Plan:
     """The plan with everything written down, the same on all ranks."""
-    error: AutoparError | None = None
-    plan = given
-    try:
+    def complete() -> Plan:
         plan = fit(given, traced.graph)
         rows = max(1, num_rows // plan.num_micro_batches)
         plan = shardings.complete(plan, traced, rows)
         verify.check(plan, traced)
-    except AutoparError as found:
-        error = found
-    place.together(error)
-    return place.told(plan, Plan)
+        return plan
+
+    return place.told(place.jointly(complete), Plan)
 
 
 def _tell(plan: Plan, traced: Traced) -> None:

@@ -19,26 +19,15 @@ from typing import Any
 
 import msgspec
 
-from . import files
-from .errors import (
-    AutoparError,
-    CheckpointError,
-    FileError,
-    PlanError,
-    ProfileError,
-    RunError,
-    ScheduleError,
-    SearchError,
-    ShardingError,
-    TraceError,
-)
+from . import errors, files
+from .errors import AutoparError, FileError, PlanError
 from .profile import QUICK_S
 
 # Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
-    SearchError: 3, FileError: 4, PlanError: 4, ShardingError: 4, ScheduleError: 4, TraceError: 4,
-    CheckpointError: 4,
-    ProfileError: 5, RunError: 6,
+    errors.SearchError: 3, FileError: 4, PlanError: 4, errors.ShardingError: 4,
+    errors.ScheduleError: 4, errors.TraceError: 4, errors.CheckpointError: 4,
+    errors.ProfileError: 5, errors.RunError: 6,
 }
 MOST_BYTES = 2**50
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

@@ -41,6 +41,11 @@ class TensorInfo(Struct, frozen=True):
     def at(self, rows: int) -> tuple[int, ...]:
         return tuple(at_rows(size, rows) for size in self.shape)
 
+    @property
+    def rows_dim(self) -> int | None:
+        """The first dim that grows with the batch."""
+        return next((d for d, s in enumerate(self.shape) if s and s % ROWS == 0), None)
+
     def num_bytes(self, rows: int = 1) -> int:
         return math.prod(self.at(rows)) * item_bytes(self.dtype)
 
@@ -116,14 +121,7 @@ class ModelGraph(Struct, frozen=True, dict=True):
 
     def crossing(self, border: int) -> dict[str, TensorInfo]:
         """Values made before block `border` and used in or after it, in order of making."""
-        used = {v for block in self.blocks[border:] for v in block.inputs.values()}
-        if border < len(self.blocks):
-            used |= set(self.outputs.values())
-        made: dict[str, TensorInfo] = {}
-        for block in self.blocks[:border]:
-            infos = self.kinds[block.kind].outputs
-            made |= {v: infos[slot] for slot, v in block.outputs.items() if v in used}
-        return made
+        return self.crossings()[border]
 
     def crossings(self) -> list[dict[str, TensorInfo]]:
         """`crossing` of every border from 0 to the number of blocks, in one pass."""

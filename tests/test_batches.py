@@ -135,7 +135,7 @@ def claim_a_flipped_bit_is_found() -> None:
 
 def _on_both(model: Any) -> list[str]:
     """What both ranks have the same elements of."""
-    alike = {name: [held.extent for held in everyone]
+    alike = {name: [held.cuts for held in everyone]
              for name, everyone in model.store.holdings.items()}
     return [name for name, held in model.store.held.items()
             if not held.share.zero and alike[name] == [alike[name][0]] * 2]

@@ -217,8 +217,13 @@ def test_silence_is_that_no_beat_has_come() -> None:
 def refuse_on_one() -> str:
     rank, size = start()
     world = World(rank, size)
+
+    def refuse() -> None:
+        if rank == 1:
+            raise PlanError("this plan is no good")
+
     try:
-        world.together(PlanError("this plan is no good") if rank == 1 else None)
+        world.jointly(refuse)
     except AutoparError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

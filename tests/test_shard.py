@@ -28,7 +28,7 @@ from autopar_torch.shard.layout import (
 from autopar_torch.shard.linear import direct_linear
 from autopar_torch.shard.lower import lower
 from autopar_torch.shard.price import Prices, moves
-from autopar_torch.shard.solve import frontier, solve_chain, tabulate
+from autopar_torch.shard.solve import solve_chain, tabulate
 from autopar_torch.shard.strategies import view_pieces
 from autopar_torch.trace import Traced, trace
 from autopar_torch.trace.call import take_apart
@@ -169,13 +169,6 @@ def test_two_axes_cost_no_more_than_the_best_of_one_of_them(llama: Traced) -> No
     two = Prices(GPU, (NVLINK, NVLINK), 0.0, 1)
     both, one = _sharding(llama, two, (2, 4)), _sharding(llama, two, (1, 4))
     assert both.cost_s < one.cost_s
-
-
-def test_the_frontier_trades_time_for_memory(llama: Traced) -> None:
-    found = frontier(llama.graph.blocks[1:-1], llama.programs, (2,), GPUS,
-                     [0.0, 1e-13, 1e-12, 1e-11, 1e-10])
-    seconds, sizes = [f[0] for f in found], [f[1] for f in found]
-    assert seconds == sorted(seconds) and sizes == sorted(sizes, reverse=True)
 
 
 def test_a_pinned_split_that_is_illegal_is_never_chosen() -> None:

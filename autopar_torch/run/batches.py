@@ -50,14 +50,13 @@ class SameBatch:
         values: Facts = {}
         if self.on:
             named = dict(_named(args, kwargs))
-            tensors_by_name = {n: x for n, x in named.items() if isinstance(x, Tensor)}
             facts = {"rows": str(call.num_rows), "arguments": ", ".join(named),
                      "structure": str(call.spec), **dict(map(_fact, named.items())),
                      "training": str(training), "gradients": str(torch.is_grad_enabled()),
                      "state of the module": f"{fingerprint:x}"}
             if self.num_calls <= FIRST or self.num_calls % EVERY == 0:
                 values = {f"values of {name}": f"checksum {_checksum(value):x}"
-                          for name, value in tensors_by_name.items()}
+                          for name, value in named.items() if isinstance(value, Tensor)}
         return call, tensors, self._asked(facts, values)
 
     def _asked(self, facts: Facts, values: Facts) -> Settle:

@@ -25,16 +25,7 @@ from .optimizers import ELEMENTWISE
 from .params import Held, ParamStore
 from .sharded import Sharded, local as local_of, mark
 from .spread import views
-from .stored import (
-    TENSOR,
-    Checkpoint,
-    Manifest,
-    OptimizerState,
-    SavedState,
-    Stored,
-    StoredFile,
-    StoredPart,
-)
+from .stored import TENSOR, Manifest, SavedState, Stored
 from .tensorfile import DTYPES, dtype_name, write
 
 Folder = str | os.PathLike[str]
@@ -52,7 +43,7 @@ class Rectangles(NamedTuple):
 class Written(Struct, frozen=True):
     """What one rank wrote, and what it knows of its parameters' state."""
 
-    file: StoredFile
+    file: stored.StoredFile
     tensors: dict[str, Stored]
     state: SavedState
 
@@ -140,14 +131,14 @@ def _write(store: ParamStore, optimizer: Optimizer | None, path: Path) -> Writte
                             if isinstance(value, Sharded) else
                             _whole(name, value, first == store.world.rank))
     for cut in sorted(cuts, key=lambda cut: (-cut.local.itemsize, cut.name)):  # at whole words
-        pieces = [(StoredPart(store.world.rank, *box), view) for box, view in cut.pieces]
+        pieces = [(stored.StoredPart(store.world.rank, *box), view) for box, view in cut.pieces]
         tensors[cut.name] = Stored(dtype_name(cut.local, cut.name), cut.shape,
                                    tuple(piece for piece, _ in pieces))
         found |= {stored.key(cut.name, (p.offsets, p.sizes), cut.shape): v for p, v in pieces}
     if len(found) < sum(len(cut.pieces) for cut in cuts):
         raise CheckpointError("two parts of it would have one name", where=str(path),
                               fix="leave @ out of names of parameters")
-    file = StoredFile(path.name, *write(path, found))
+    file = stored.StoredFile(path.name, *write(path, found))
     return Written(file, tensors, {held.name: _said(held, values) for held, values in state})
 
 
@@ -179,11 +170,12 @@ def _manifest(store: ParamStore, optimizer: Optimizer | None, generation: str,
                     None if optimizer is None else _settings(store, optimizer, state))
 
 
-def _settings(store: ParamStore, optimizer: Optimizer, state: SavedState) -> OptimizerState:
+def _settings(store: ParamStore, optimizer: Optimizer, state: SavedState) -> stored.OptimizerState:
     groups = tuple({k: plainly.plain(v, f"group {i} of the optimizer: {k}")
                     for k, v in group.items() if k != "params"}
                    for i, group in enumerate(optimizer.param_groups))
-    return OptimizerState(type(optimizer).__name__, groups, _members(store, optimizer), state)
+    names = _members(store, optimizer)
+    return stored.OptimizerState(type(optimizer).__name__, groups, names, state)
 
 
 def _members(store: ParamStore, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
@@ -229,7 +221,7 @@ def _take(optimizer: Optimizer | None, fitting: Fitting) -> None:
         optimizers.learn(optimizer)
 
 
-def _fitting(store: ParamStore, optimizer: Optimizer | None, found: Checkpoint) -> Fitting:
+def _fitting(store: ParamStore, optimizer: Optimizer | None, found: stored.Checkpoint) -> Fitting:
     manifest, cuts = found.manifest, [*_of_model(store, False)]
     _same_names(store, {cut.name for cut in cuts}, manifest)
     fitting, saved = Fitting([], {}, []), manifest.optimizer
@@ -265,7 +257,7 @@ def _same_names(store: ParamStore, own: set[str], manifest: Manifest) -> None:
 
 
 def _same_groups(store: ParamStore, optimizer: Optimizer,
-                 saved: OptimizerState) -> list[dict[str, Any]]:
+                 saved: stored.OptimizerState) -> list[dict[str, Any]]:
     """What was saved of each group, if the optimizer is the same."""
     kind, here, there = type(optimizer).__name__, _members(store, optimizer), saved.names
     missing = sorted(k for k in optimizer.defaults if any(k not in own for own in saved.groups))
@@ -282,7 +274,7 @@ def _same_groups(store: ParamStore, optimizer: Optimizer,
                           "load(folder) without it")
 
 
-def _fit_state(store: ParamStore, optimizer: Optimizer, found: Checkpoint, saved: SavedState,
+def _fit_state(store: ParamStore, optimizer: Optimizer, found: stored.Checkpoint, saved: SavedState,
                fitting: Fitting) -> Iterator[Rectangles]:
     """Room for what was saved of each parameter: this rank's part, or all. Optimizers that see
     whole tensors keep state on every rank, others where there is a part."""

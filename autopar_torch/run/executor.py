@@ -13,11 +13,11 @@ from torch import Tensor
 from ..plan import Replica
 from ..schedule import AHEAD, Action, Op, Schedule
 from .params import Reducer
-from .record import SILENT, Recorder, Silent
+from .record import Recorder, Silent
 from .stage import StageRunner, Values
 from .world import World
 
-PrologueOf = Callable[[int, int], dict[str, Any]]  # (stage, micro-batch) -> prologue values
+PrologueOf = Callable[[int], dict[str, Any]]  # micro-batch -> prologue values
 # micro-batch -> outputs, if this rank computes them
 ShareOutputs = Callable[[dict[int, Values]], None]
 _TAGS = 4096  # values per message, so that every message has a tag of its own
@@ -114,26 +114,20 @@ class Executor:
         self.schedule, self.rows, self.context, self.train = schedule, rows, context, train
         actions = schedule.actions[position]
         self.acknowledged = schedule.acknowledged
-        self.lasts = _last_backwards(actions)
+        last = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
+        self.lasts = set(last.values())  # the last backward of every stage
         known = _outputs_known(actions)
         for index, action in enumerate(actions):
             if index == known:
                 share(self.results)
             self._look_ahead(actions, index)
-            if self.recorder is SILENT:
+            receives = action.op in (Op.RECV_F, Op.RECV_B)
+            with (self.recorder.exchanging if receives else self.recorder.computing)(str(action)):
                 self._do(action)
-            else:
-                self._recorded(action)
         if known == len(actions):
             share(self.results)
         with self.recorder.exchanging("sent"):
             self.mail.finish()
-
-    def _recorded(self, action: Action) -> None:
-        receives = action.op in (Op.RECV_F, Op.RECV_B)
-        span = self.recorder.exchanging if receives else self.recorder.computing
-        with span(str(action)):
-            self._do(action)
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
         """Post the receives that follow. With Gloo, a message that nobody has asked for when it is
@@ -157,9 +151,11 @@ class Executor:
 
     def _do(self, action: Action) -> None:
         stage, op, mb = self.mail.world.watch.action = action
+        if action in self.lasts:
+            cast(Reducer, self.reducer).expect_last(self._final_names(action))
         match op:
             case Op.RECV_F | Op.RECV_B:
-                self.context(stage, mb)  # while the message is on its way
+                self.context(mb)  # while the message is on its way
                 self.values[stage, "F" if op is Op.RECV_F else "B", mb] = self.mail.take(action)
                 self.mail.let_go(self.acknowledged.get(action, ()))
             case Op.SEND_F:
@@ -179,7 +175,7 @@ class Executor:
         runner = self.stages[stage]
         start, end = self.rows[mb]
         arrived = self.values.pop((stage, "F", mb), {})
-        left = runner.forward(mb, end - start, arrived, self.context(stage, mb), self.train)
+        left = runner.forward(mb, end - start, arrived, self.context(mb), self.train)
         if runner.outputs:
             self.results[mb] = left
         else:
@@ -189,8 +185,6 @@ class Executor:
         stage, op, mb = action
         runner, reducer = self.stages[stage], cast(Reducer, self.reducer)
         grads = self.values.pop((stage, "B", mb), {})
-        if action in self.lasts:
-            reducer.expect_last(self._final_names(action))
         run = runner.backward if op is Op.B else runner.backward_input
         back = run(mb, grads)
         if op is Op.B:
@@ -200,8 +194,6 @@ class Executor:
 
     def _weights(self, action: Action) -> None:
         runner, reducer = self.stages[action.stage], cast(Reducer, self.reducer)
-        if action in self.lasts:
-            reducer.expect_last(self._final_names(action))
         runner.backward_weight(action.micro_batch, reducer.arrived)
         reducer.after_backward(runner.params)
 
@@ -209,12 +201,6 @@ class Executor:
         """Parameters that no later action of this rank adds a gradient to."""
         others = [p for s, r in self.stages.items() if s != action.stage for p in r.params]
         return [p for p in self.stages[action.stage].params if p not in others]
-
-
-def _last_backwards(actions: Sequence[Action]) -> set[Action]:
-    """The last backward of every stage."""
-    last = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
-    return set(last.values())
 
 
 def _outputs_known(actions: Sequence[Action]) -> int:

@@ -83,8 +83,10 @@ class _Step(nn.Module):
 
     def forward(self, call: Call, tensors: list[Tensor]) -> Any:
         parallel = self.parent[0]
-        if not (parallel.training and torch.is_grad_enabled()):
-            return self._whole(parallel, call, tensors)
+        if not (parallel.training and torch.is_grad_enabled()):  # each rank runs the whole batch
+            with call.surroundings(parallel.device):
+                form, named = outputs_of(parallel.module, self.loss_fn, *call.rebuild(tensors))
+            return returned(named, form, call.num_rows, train=False)
         parallel.begin_step()
         if parallel.world.size == 1:
             return self._step(parallel, call, tensors)
@@ -99,25 +101,20 @@ class _Step(nn.Module):
             own = call.rebuild(call.slice(tensors, rows.start, rows.stop))
             with call.surroundings(parallel.device):
                 form, named = outputs_of(parallel.module, self.loss_fn, *own)
-            loss = _loss(named) * share
+            if "loss" not in named:
+                raise PlanError("the model returns no loss", where="forward",
+                                fix="return a scalar loss, or pass loss_fn=")
+            loss = named["loss"] * share
         total = parallel.world.sum(loss.detach().clone())
         parts = {(rows.start, rows.stop): loss} if share else {}
         parallel.non_finite.look(parallel.num_steps, parallel.replica, total, parts)
         total = hand_over(parallel._anchor, total, self._grads(parallel, loss))
         return returned({"loss": total}, form, call.num_rows, train=True)
 
-    def _whole(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:
-        """Every rank has all of the module: without gradients it runs the whole batch itself."""
-        with call.surroundings(parallel.device):
-            form, named = outputs_of(parallel.module, self.loss_fn, *call.rebuild(tensors))
-        return returned(named, form, call.num_rows, train=False)
-
     def _grads(self, parallel: ParallelModel, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
         params = [p for p in parallel.module.parameters() if p.requires_grad]
-        if loss.requires_grad:
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
-        else:
-            found = (None,) * len(params)
+        found = (torch.autograd.grad(loss, params, allow_unused=True) if loss.requires_grad
+                 else (None,) * len(params))
         used = torch.tensor([float(g is not None) for g in found], device=parallel.device)
         parallel.world.sum(used)
         result = []
@@ -126,10 +123,3 @@ class _Step(nn.Module):
                 full = torch.zeros_like(param) if grad is None else grad.contiguous()
                 result.append((cast(Tensor, param), parallel.world.sum(full)))
         return result
-
-
-def _loss(named: dict[str, Tensor]) -> Tensor:
-    if "loss" not in named:
-        raise PlanError("the model returns no loss", where="forward",
-                        fix="return a scalar loss, or pass loss_fn=")
-    return named["loss"]

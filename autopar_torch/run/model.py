@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ class ParallelModel(nn.Module):
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
              train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:
-        spans = self.micro_batches(call.num_rows)
+        spans = self.plan.micro_batches(call.num_rows)
         idle = self.plan.zero == 3 and not spans[self.replica]
         if self.plan.zero == 3:  # who has no row takes part with one that does not count
             spans = [span or [(0, 1)] for span in spans]
@@ -242,12 +243,10 @@ class ParallelModel(nn.Module):
             self.store.refresh()
         if train:
             self.reducer.begin(in_step)
-        cache: dict[int, dict[str, Any]] = {}
 
-        def context(_: int, mb: int) -> dict[str, Any]:
-            if mb not in cache:
-                cache[mb] = program.prologue.for_rows(call, tensors, whole, *rows[mb])
-            return cache[mb]
+        @cache
+        def context(mb: int) -> dict[str, Any]:
+            return program.prologue.for_rows(call, tensors, whole, *rows[mb])
 
         actions = program.schedule(len(rows), train)
         position = actions.position_of[min(program.stages)]
@@ -315,13 +314,9 @@ class ParallelModel(nn.Module):
         self.recorder = SILENT
         return min(runs, key=lambda timeline: timeline.step_s)
 
-    def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
-        """Rows of every micro-batch of every replica; sizes differ by one row at most."""
-        return self.plan.micro_batches(num_rows)
-
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""
-        spans = self.micro_batches(num_rows)[self.replica]
+        spans = self.plan.micro_batches(num_rows)[self.replica]
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
     def _finish_grads(self, program: Program) -> list[tuple[Tensor, Tensor]]:

@@ -60,7 +60,7 @@ class ParamStore:
         self.module = model
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
-        self.tensors = dict(_named_tensors(model))
+        self.tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         teams = {name: {h.rank: team_of(hs, h.rank) for h in hs}
                  for name, hs in self.holdings.items()}
         world.make_groups(t.ranks for by_rank in teams.values() for t in by_rank.values())
@@ -131,7 +131,7 @@ class ParamStore:
         """Whether every rank keeps all of a parameter."""
         holdings, info = self.holdings[name], self.graph.params[name]
         cut = self.plan.zero > 0 and info.trainable and not info.buffer
-        whole = all(not holding.extent for holding in holdings)
+        whole = not any(holding.cuts for holding in holdings)
         return whole and not cut and len(holdings) == self.world.size
 
     def _spread(self, name: str, tensor: Tensor) -> Spread:
@@ -204,11 +204,6 @@ def put(tensor: Tensor, value: Tensor) -> None:
             other = torch.float32 if value.dtype == torch.float16 else torch.float16  # graph that
             tensor.data = value.new_empty(0, dtype=other)  # is kept (pruning, weight_norm) has it
         tensor.data = value
-
-
-def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
@@ -318,7 +313,7 @@ class Reducer:
         self.buckets = [GradBucket([store.held[s.name] for s in group]) for group in groups]
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}
-        self.last = False
+        self.final: frozenset[str] = frozenset()  # whose last gradient is coming
         self.per_micro_batch = False
         joint = [bucket for bucket in self.buckets if bucket.axis is not None]
         chain = any(len(replica.stages) > 1 for replica in store.plan.replicas)
@@ -337,7 +332,7 @@ class Reducer:
 
     def begin(self, in_step: bool) -> None:
         """A new step; `in_step`: every replica has the same number of micro-batches."""
-        self.sums, self.last = {}, False
+        self.sums, self.final = {}, frozenset()
         self.per_micro_batch = self.store.plan.zero >= 2 and in_step
         for bucket in self.buckets:
             bucket.waiting = set(bucket.names)
@@ -348,17 +343,15 @@ class Reducer:
         held = self.store.held[name]
         if self.store.gathers_per_use(held):
             self.store.release(held)
-        if self.last and name in self.final:
+        if name in self.final:
             bucket = self.bucket_of[name]
             bucket.waiting.discard(name)
             if not bucket.waiting:
                 self._launch_ready()
 
-    final: frozenset[str] = frozenset()
-
     def expect_last(self, names: Iterable[str]) -> None:
         """The coming backward is the last one of these parameters."""
-        self.last, self.final = True, frozenset(names)
+        self.final = frozenset(names)
 
     def _launch_ready(self) -> None:
         """Buckets start in one order on every rank."""
@@ -370,7 +363,7 @@ class Reducer:
 
     def after_backward(self, names: Iterable[str]) -> None:
         """ZeRO 2 and 3 do not keep whole gradients from one micro-batch to the next."""
-        self.last = False
+        self.final = frozenset()
         if not self.per_micro_batch:
             return
         touched = {id(self.bucket_of[n]): self.bucket_of[n] for n in names if n in self.bucket_of}

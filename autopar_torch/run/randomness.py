@@ -16,17 +16,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..shard.collectives import apart, generator
 from ..shard.lower import is_random
-from ..shard.rules import op_name
+from ..shard.rules import has_tag, op_name
+from ..trace.blocks import SEEDED
 from .agree import digest
 from .world import World
-
-_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @contextlib.contextmanager
@@ -51,12 +49,9 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 def draws(graphs: Iterable[fx.Graph]) -> bool:
     """Whether any op of these draws numbers."""
-    return any(_draws(node) for graph in graphs for node in graph.nodes)
-
-
-def _draws(node: fx.Node) -> bool:
-    seeded = isinstance(node.target, OpOverload) and _SEEDED in node.target.tags
-    return seeded and (op_name(node) != "scaled_dot_product_attention" or is_random(node))
+    return any(has_tag(node, SEEDED) and (
+        op_name(node) != "scaled_dot_product_attention" or is_random(node))
+        for graph in graphs for node in graph.nodes)
 
 
 class OwnNumbers:

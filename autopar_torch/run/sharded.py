@@ -345,10 +345,6 @@ def _set_data(func: Any, x: Sharded, value: Tensor) -> None:
     increment_version(x)  # views that are there notice
 
 
-def _hook(func: Any, x: Sharded, hook: Callable[[Any], Any]) -> Any:
-    return func(x, seen_whole(hook, x.spread))
-
-
 def seen_whole(hook: Callable[[Any], Any], spread: Spread) -> Callable[[Any], Any]:
     """A hook that autograd calls with parts and that means whole gradients."""
 
@@ -409,7 +405,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "set grad": _set_grad,
     "get data": lambda _, x: mark(x.detach(), x.spread),
     "set data": _set_data,
-    "register_hook": _hook,
+    "register_hook": lambda func, x, hook: func(x, seen_whole(hook, x.spread)),
     "grad": _grad,
     **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _random_like),
     **dict.fromkeys(("view_as", "expand_as", "reshape_as"), _shaped_as),

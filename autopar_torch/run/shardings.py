@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,18 +23,6 @@ SLACK = 0.25
 Pins = dict[str, dict[tuple[int, ...], Forms]]  # parameter -> mesh -> form
 
 
-@dataclass
-class _Found:
-    """Shardings so far, each once."""
-
-    shardings: list[Sharding] = field(default_factory=list)
-
-    def index(self, sharding: Sharding) -> int:
-        if sharding not in self.shardings:
-            self.shardings.append(sharding)
-        return self.shardings.index(sharding)
-
-
 def ordinary(num_axes: int, rows: int) -> Prices:
     """What sharding decisions are made with where nothing was measured.
 
@@ -44,16 +31,10 @@ def ordinary(num_axes: int, rows: int) -> Prices:
     return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows, hides=0.0)
 
 
-def _worth(prices: Prices, worth: float) -> Prices:
-    """A byte that is kept through the step is worth so often what it costs to move it once."""
-    slowest = min(link.bytes_per_s for link in prices.links)
-    return prices._replace(memory_s_per_byte=worth / slowest)
-
-
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
              priced: Prices | None = None, spatial: Spatial = "free") -> Plan:
     """The plan with a sharding for every block on several devices; given ones are kept."""
-    found = _Found(list(plan.shardings))
+    found = list(plan.shardings)  # each once
     replicas = []
     for replica in plan.replicas:
         stages = list(replica.stages)
@@ -63,6 +44,9 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
             own = priced or ordinary(len(stages[group[0]].axes), rows)
             solved = _solve(traced, [stages[s] for s in group], own, whole_values(
                 traced.graph, replica, group), pins or {}, spatial)
+            for sharding in solved:
+                if sharding is not None and sharding not in found:
+                    found.append(sharding)
             numbers = [-1 if s is None else found.index(s) for s in solved]
             start = (stages[group[0]].blocks or (0, 0))[0]
             for s in group:
@@ -72,7 +56,7 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
                     stages[s] = msgspec.structs.replace(stages[s], shardings=indices)
         replicas.append(msgspec.structs.replace(replica, stages=tuple(stages)))
     return msgspec.structs.replace(plan, replicas=tuple(replicas),
-                                   shardings=tuple(found.shardings))
+                                   shardings=tuple(found))
 
 
 def groups(replica: Replica) -> list[list[int]]:
@@ -101,8 +85,10 @@ def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: froze
     if all(parts == 1 for parts in mesh):
         return [None] * len(blocks)
     chosen: list[Sharding] = []
-    for worth in WORTHS:
-        chosen = _solve_chain(traced, blocks, _worth(prices, worth), mesh, whole, pins, spatial)
+    slowest = min(link.bytes_per_s for link in prices.links)
+    for worth in WORTHS:  # a kept byte is worth so often what it costs to move it once
+        priced = prices._replace(memory_s_per_byte=worth / slowest)
+        chosen = _solve_chain(traced, blocks, priced, mesh, whole, pins, spatial)
         if _shares(traced.graph, blocks, chosen) <= 1.0 / math.prod(mesh) + SLACK:
             break
     return chosen

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..shard.atoms import Atom, atoms
+from ..shard.atoms import Atom, atoms, common, within
 from ..shard.holdings import Box
 from .world import World
 
@@ -54,8 +54,8 @@ class Spread:
 
     def gathered(self, local: Tensor) -> Tensor:
         full = torch.zeros(self.shape, dtype=local.dtype, device=local.device)
-        for (offsets, sizes), piece in self.spoken(local):
-            full[_index(offsets, sizes)] = piece
+        for box, piece in self.spoken(local):
+            full[within(box)] = piece
         return summed(full, self.world)
 
     def spoken(self, local: Tensor) -> list[tuple[Box, Tensor]]:
@@ -71,10 +71,9 @@ class Spread:
 
     def _view(self, local: Tensor, box: Box) -> Tensor:
         own = self.boxes_of[self.world.rank]
-        for (offsets, sizes), piece in zip(own, views(local, own), strict=True):
-            start = [a - b for a, b in zip(box[0], offsets, strict=True)]
-            if all(a >= 0 and a + n <= m for a, n, m in zip(start, box[1], sizes, strict=True)):
-                return piece[_index(start, box[1])]
+        for outer, piece in zip(own, views(local, own), strict=True):
+            if common(box, outer) == box:
+                return piece[within(box, outer)]
         return local[:0]
 
 
@@ -82,10 +81,6 @@ def summed(x: Tensor, world: World) -> Tensor:
     """Over all ranks, in place."""
     world.sum(x.view(torch.uint8) if x.dtype == torch.bool else x)
     return x
-
-
-def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
 
 
 def stacking_dim(boxes: Sequence[Box], local: Tensor) -> int:
@@ -106,8 +101,8 @@ def views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
 
 def paste(full: Tensor, local: Tensor, boxes: Sequence[Box]) -> None:
     """Write a part into the full tensor."""
-    for (offsets, sizes), piece in zip(boxes, views(local, boxes), strict=True):
-        full[_index(offsets, sizes)] = piece.reshape(sizes)
+    for box, piece in zip(boxes, views(local, boxes), strict=True):
+        full[within(box)] = piece.reshape(box[1])
 
 
 class _Whole(torch.autograd.Function):

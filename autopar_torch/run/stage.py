@@ -102,7 +102,8 @@ class StageRunner:
                 train: bool) -> Values:
         """Run all blocks; keeps what backward needs. Returns what leaves, or the outputs."""
         if train:
-            arrived = {n: _leaf(v, self.arriving[n].grad) for n, v in arrived.items()}
+            arrived = {n: v.detach().requires_grad_(self.arriving[n].grad)
+                       for n, v in arrived.items()}
         values: dict[str, Any] = dict(arrived)
         for index, placed in enumerate(self.placed):
             results = self._run_block(index, placed, values, context, rows, train)
@@ -155,17 +156,13 @@ class StageRunner:
         pairs = [(v, grads[name]) for name, v in left.items()
                  if isinstance(v, Tensor) and v.requires_grad]
         torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
-        self._free_gathered()
+        for held in (held for cell in self.placed for held in cell.gathered):
+            if held.leaf.untyped_storage().size():
+                self.store.release(held)
         return {
             name: value.grad if value.grad is not None else torch.zeros_like(value)
             for name, value in arrived.items() if value.requires_grad
         }
-
-    def _free_gathered(self) -> None:
-        for placed in self.placed:
-            for held in placed.gathered:
-                if held.leaf.untyped_storage().size():
-                    self.store.release(held)
 
     def backward_input(self, micro_batch: int, grads: Values) -> Values:
         """The part of backward that others wait for; weight gradients of linears wait. Everything,
@@ -192,7 +189,3 @@ def _origin(block: Block, slot: str) -> tuple[str, str]:
     if slot in block.context:
         return "context", block.context[slot]
     return "param", block.params[slot]
-
-
-def _leaf(value: Tensor, grad: bool) -> Tensor:
-    return value.detach().requires_grad_(grad)

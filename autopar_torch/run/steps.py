@@ -74,7 +74,8 @@ def _remove(folder: Path) -> None:
 def opened(world: World, folder: Path) -> Checkpoint:
     """The checkpoint of a folder, or its newest step, looked through by all ranks together; a
     damaged one is not passed over."""
-    place = Path(world.by_first(str, lambda: str(_newest(folder))))
+    place = Path(world.by_first(str, lambda: str(
+        folder if os.path.lexists(folder / MANIFEST) else next(iter(committed(folder)), folder))))
     try:
         manifest = world.by_first(Manifest, lambda: stored.read(place))
         share = manifest.files[world.rank :: world.size]
@@ -86,10 +87,6 @@ def opened(world: World, folder: Path) -> Checkpoint:
         whole = world.by_first(str, lambda: _whole_before(folder))
         fix = f"{whole} is whole: load that" if whole else "no older one is whole"
         raise CheckpointError(error.what, where=error.where, fix=fix) from error
-
-
-def _newest(folder: Path) -> Path:
-    return folder if os.path.lexists(folder / MANIFEST) else next(iter(committed(folder)), folder)
 
 
 def _whole_before(folder: Path) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import files
 from ..errors import CheckpointError, FileError
-from ..shard.atoms import common
+from ..shard.atoms import common, within
 from ..shard.holdings import Box
 from .tensorfile import DTYPES, Size, TensorFile, damaged, durable, open_regular, sha256, sync
 
@@ -240,7 +240,7 @@ class Checkpoint:
             if part := common(box, own):
                 called = key(name, own, stored.shape)
                 source = self._file(piece.file).tensor(called, stored.dtype, piece.sizes)
-                yield _within(view, box, part), _within(source, own, part)
+                yield view[within(part, box)], source[within(part, own)]
 
     def whole(self, name: str) -> Tensor:
         stored = self.manifest.tensors[name]
@@ -248,9 +248,3 @@ class Checkpoint:
         for target, source in self.copies(name, ((0,) * len(stored.shape), stored.shape), value):
             target.copy_(source)
         return value
-
-
-def _within(view: Tensor, box: Box, part: Box) -> Tensor:
-    """The rectangle `part` of what holds the rectangle `box`."""
-    pairs = zip(box[0], *part, strict=True)
-    return view[tuple(slice(p - o, p - o + n) for o, p, n in pairs)]

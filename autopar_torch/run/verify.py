@@ -17,7 +17,7 @@ from ..model import Block, TensorInfo
 from ..plan import Plan, Sharding
 from ..shard.allowed import check as check_sharding
 from ..shard.collectives import Axis, run_moves
-from ..shard.layout import WHOLE, Forms, Layouts, parse_forms
+from ..shard.layout import Forms, Layouts, parse_forms
 from ..shard.lower import lower
 from ..shard.price import moves
 from ..shard.rules import op_name
@@ -52,7 +52,7 @@ def check(plan: Plan, traced: Traced) -> None:
         for group in groups(replica):
             where = f"Plan.replicas[{r}].stages{group}.shardings"
             stages = [replica.stages[s] for s in group]
-            plain = Forms(*[(WHOLE,) * len(stages[0].axes)] * 2).text
+            plain = Forms.whole(len(stages[0].axes)).text
             held |= {(where, name): plain for name in whole_values(traced.graph, replica, group)}
             for stage in stages:
                 for index in range(*(stage.blocks or (0, 0))):
@@ -152,14 +152,15 @@ def _ran(graph: fx.Graph, given: dict[str, Any], trial: _Trial,
          sharding: Sharding | None) -> dict[str, Tensor]:
     """Outputs and gradients of a program, brought together to whole ones where it is split."""
     axes = trial.axes if sharding else ()
-    plain: Layouts = (WHOLE,) * len(axes)
+    whole = Forms.whole(len(axes))
+    plain = whole.value
     forms = {n: parse_forms(text) for n, text in sharding.forms.items()} if sharding else {}
 
     def moved(x: Tensor, source: Layouts, target: Layouts) -> Tensor:
         return run_moves(x.detach(), moves(source, target), axes)
 
     def form(name: str) -> Forms:
-        return forms.get(name, Forms(plain, plain))
+        return forms.get(name, whole)
 
     args = {n: x if n in trial.context
             else moved(x, plain, form(n).value).clone().requires_grad_(x.requires_grad)

@@ -209,19 +209,9 @@ class World:
         """The value of rank 0 on every rank, told as JSON."""
         return files.decode(self.agree(files.encode(value)), kind)
 
-    def together(self, error: Exception | None) -> None:
-        """Raise on every rank what went wrong on any, before anyone waits for the others."""
-        own = error if isinstance(error, AutoparError) else RunError(
-            f"{type(error).__name__}: {error}")
-        said = (type(own).__name__, own.what, own.where, own.fix) if error else None
-        for rank, data in enumerate(self.exchange(files.encode(said))):
-            if told := json.loads(data):
-                kind, what, where, fix = told
-                raise error or vars(errors).get(kind, RunError)(
-                    f"rank {rank} refused to go on: {what}", where=where, fix=fix)
-
     def jointly(self, act: Callable[[], T]) -> T:
-        """What `act` makes here, or what went wrong with it on any rank, on every rank."""
+        """What `act` makes here; what goes wrong with it on any rank is raised on every rank,
+        before anyone waits for the others."""
         made, error = None, None
         try:
             made = act()
@@ -230,7 +220,12 @@ class World:
         except Exception as found:  # whatever it is: the others must hear of it
             error = RunError(f"{type(found).__name__}: {found}")
             error.__cause__ = found
-        self.together(error)
+        said = error and (type(error).__name__, error.what, error.where, error.fix)
+        for rank, data in enumerate(self.exchange(files.encode(said))):
+            if told := json.loads(data):
+                kind, what, where, fix = told
+                raise error or vars(errors).get(kind, RunError)(
+                    f"rank {rank} refused to go on: {what}", where=where, fix=fix)
         return cast(T, made)
 
     def by_first(self, kind: type[T], act: Callable[[], T]) -> T:

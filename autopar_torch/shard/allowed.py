@@ -15,12 +15,10 @@ from ..cluster import LOOPBACK
 from ..errors import ShardingError
 from ..model import TensorInfo
 from ..plan import Sharding
-from .layout import WHOLE, Forms, Layouts
+from .layout import Forms
 from .price import FORBIDDEN, Prices, move_price, moves
-from .solve import OpWay, border_forms, combine, param_forms
-from .square import all_strategies
-
-SHOWN = 8  # of what would be legal
+from .rules import ShapedOp
+from .solve import SHOWN, border_forms, chosen_way, legal_are, param_forms, ways
 
 
 class _Check:
@@ -29,10 +27,10 @@ class _Check:
     def __init__(self, graph: fx.Graph, sharding: Sharding) -> None:
         self.graph, self.sharding, self.mesh = graph, sharding, sharding.mesh
         self.prices = Prices(links=(LOOPBACK,) * len(self.mesh))
-        self.legal = {node: combine(node, options, self.mesh)
-                      for node, options in all_strategies(graph, self.mesh).items()}
+        self.legal = ways(graph, self.mesh)
         self._names("ops", sharding.ops, [node.name for node in self.legal])
-        self.chosen = {node: self._choice(node, found) for node, found in self.legal.items()}
+        self.chosen = {node: chosen_way(node, found, sharding)
+                       for node, found in self.legal.items()}
         self.outputs = list(enumerate(cast(Any, graph.find_nodes(op="output")[0].args[0])))
 
     def run(self) -> None:
@@ -46,12 +44,9 @@ class _Check:
             self._follow(node, found)
 
     def _wrong(self, what: str, room: str, legal: Collection[str] = ()) -> ShardingError:
-        few = sorted(legal)
-        more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
         return ShardingError(
             what, where=f"Plan.shardings[kind={self.sharding.kind}].{room}",
-            fix=f"legal are {', '.join(few[:SHOWN])}{more}" if few
-            else "leave the shardings out to have them found",
+            fix=legal_are(legal) if legal else "leave the shardings out to have them found",
         )
 
     def _names(self, room: str, given: Collection[str], wanted: Collection[str]) -> None:
@@ -59,14 +54,6 @@ class _Check:
             raise self._wrong(f"{', '.join(missing[:SHOWN])}: not said how it is split", room)
         if unknown := sorted(set(given) - set(wanted)):
             raise self._wrong(f"{', '.join(unknown[:SHOWN])}: the block has no such value", room)
-
-    def _choice(self, node: fx.Node, legal: Sequence[OpWay]) -> OpWay:
-        wanted = self.sharding.ops[node.name]
-        for choice in legal:
-            if choice.text == wanted:
-                return choice
-        what = f"{node.name} cannot be split as {wanted!r} on a mesh of {self.mesh}"
-        raise self._wrong(what, "ops", {choice.text for choice in legal})
 
     def _form(self, name: str, legal: Sequence[Forms]) -> Forms:
         for form in legal:
@@ -96,15 +83,15 @@ class _Check:
         found = []
         for user in node.users:
             if user in self.legal:
-                inputs = [n for n in user.all_input_nodes if n.meta.get("info") is not None]
-                found += [(user, k) for k, value in enumerate(inputs) if value is node]
+                inputs = enumerate(ShapedOp(user).inputs)
+                found += [(user, k) for k, value in inputs if value is node]
         return found
 
     def _follow(self, node: fx.Node, forms: dict[str, Forms]) -> None:
         """From the form in which a value is made to those in which it is read."""
-        whole: Layouts = (WHOLE,) * len(self.mesh)
         choice = self.chosen.get(node)
-        have = choice.made if choice else forms.get(node.name, Forms(whole, whole))
+        have = choice.made if choice else forms.get(
+            node.name, Forms.whole(len(self.mesh)))
         info = node.meta.get("info")
         if info is None:
             return

@@ -62,6 +62,13 @@ def common(a: Box, b: Box) -> Box | None:
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 
+def within(box: Box, of: Box | None = None) -> tuple[slice, ...]:
+    """Where a box lies in a tensor that is the box `of`, or the whole."""
+    corner = of[0] if of else (0,) * len(box[0])
+    return tuple(slice(start - a, start - a + size)
+                 for start, size, a in zip(*box, corner, strict=True))
+
+
 def without(box: Box, hole: Box) -> list[Box]:
     """The rest of a box, as boxes."""
     shared = common(box, hole)

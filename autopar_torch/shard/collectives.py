@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .atoms import common, within
 from .layout import PARTIAL, WHOLE, Cut, Split, is_cut, layout_text
 from .loss_sums import sum_cross_entropy
-from .parts import Frame, inside, join, overlap, padded, piece
+from .parts import Frame, join, padded, piece
 from .price import Move
 from .watch import heard
 
@@ -136,14 +137,13 @@ def reblock(x: Tensor, source: Cut, target: Cut, axis: Axis) -> Tensor:
     """From one cut to another, in messages between those whose pieces overlap."""
     me, frame = axis.index, Frame(x, source, axis.parts, target)
     x, have, want = frame.open(x), frame.box(source, me), frame.box(target, me)
-    result = x.new_empty([r.stop - r.start for r in want])
+    result = x.new_empty(want[1])
     out, into = {}, {}
     for j in range(axis.parts):
-        theirs, mine = overlap(have, frame.box(target, j)), overlap(frame.box(source, j), want)
-        if theirs is not None:
-            out[j] = x[inside(theirs, have)]
-        if mine is not None:
-            into[j] = result[inside(mine, want)]
+        if theirs := common(have, frame.box(target, j)):
+            out[j] = x[within(theirs, have)]
+        if mine := common(frame.box(source, j), want):
+            into[j] = result[within(mine, want)]
     _deliver(out, into, axis)
     return frame.close(result)
 
@@ -252,13 +252,9 @@ class VocabEmbedding(nn.Module):
     def forward(self, weight: Tensor, ids: Tensor) -> Tensor:
         local = ids - self.owner.start(weight.shape[0])
         foreign = (local < 0) | (local >= weight.shape[0])
+        found = nn.functional.embedding(torch.where(foreign, 0, local), weight)
         if self.padding_idx >= 0:
-            pad = ids == self.padding_idx
-            rows = torch.where(foreign, 0, local)
-            found = nn.functional.embedding(rows, weight)
-            found = torch.where(pad[..., None], found.detach(), found)
-        else:
-            found = nn.functional.embedding(torch.where(foreign, 0, local), weight)
+            found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)
         return found.masked_fill(foreign[..., None], 0.0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import fx
@@ -10,11 +9,10 @@ from torch import fx
 from ..model import TensorInfo
 from ..plan import Sharding
 from ..profile import BlockCost
-from .layout import WHOLE, Forms, parse_forms, parts_of
+from .layout import Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
 from .rules import op_name
-from .solve import OpWay, combine, ring_costs
-from .square import all_strategies
+from .solve import OpWay, chosen_way, ring_costs, ways
 
 _LINEAR = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "add_", "clone", "to", "_to_copy"}
 
@@ -25,17 +23,11 @@ class _Estimate:
     def __init__(self, graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> None:
         self.graph, self.sharding, self.prices = graph, sharding, prices
         self.mesh = sharding.mesh if sharding else ()
-        self.choices = self._choices()
+        self.choices = {node: chosen_way(node, legal, sharding) for node, legal in ways(
+            graph, self.mesh).items()} if sharding else {}
         self.compute = self.comm_forward = self.comm_backward = self.kept = self.out = 0.0
         self.largest = 0.0
         self.done: set[tuple[str, Forms, Forms]] = set()
-
-    def _choices(self) -> dict[fx.Node, OpWay]:
-        if self.sharding is None:
-            return {}
-        return {node: next(c for c in combine(node, options, self.mesh)
-                           if c.text == self.sharding.ops[node.name])
-                for node, options in all_strategies(self.graph, self.mesh).items()}
 
     def run(self) -> BlockCost:
         for node in self.graph.nodes:
@@ -58,7 +50,8 @@ class _Estimate:
             self._ring(node, choice, seconds)
         size = self._local_bytes(node)
         self.largest = max(self.largest, size)
-        if node.meta["info"] is not None and any(op_name(u) not in _LINEAR for u in _ops(node)):
+        if node.meta["info"] is not None and any(
+                user.op == "call_function" and op_name(user) not in _LINEAR for user in node.users):
             self.kept += size
         for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):
             if choice:
@@ -83,12 +76,9 @@ class _Estimate:
     def _made(self, node: fx.Node) -> Forms:
         if node in self.choices:
             return self.choices[node].made
-        whole = (WHOLE,) * len(self.mesh)
-        return self._form(node.name) or Forms(whole, whole)
+        return self._form(node.name) or Forms.whole(len(self.mesh))
 
     def _local_bytes(self, node: fx.Node) -> float:
-        if not self.mesh:
-            return float(num_bytes(node.meta["info"], self.prices.rows))
         parts = parts_of(self.mesh, self._made(node).value)
         return num_bytes(node.meta["info"], self.prices.rows) / parts
 
@@ -110,10 +100,6 @@ class _Estimate:
             self.comm_backward += convert_seconds(
                 then.grad, have.grad, size, self.mesh, self.prices
             )
-
-
-def _ops(node: fx.Node) -> Iterator[fx.Node]:
-    return (user for user in node.users if user.op == "call_function")
 
 
 def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> BlockCost:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph, TensorInfo
 from ..plan import Plan, Stage
-from .layout import PARTIAL, WHOLE, Forms, Layout, Part, all_cuts, local_shape, parse_forms
+from .layout import PARTIAL, WHOLE, Forms, Part, all_cuts, local_shape, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -24,13 +24,9 @@ class LocalParam(NamedTuple):
     place: tuple[int, ...]
 
     @property
-    def extent(self) -> tuple[object, ...]:
+    def cuts(self) -> tuple[Part, ...]:
         """Equal for ranks that hold the same elements."""
-        return tuple(self.cuts)
-
-    @property
-    def cuts(self) -> list[Part]:
-        return all_cuts(self.forms.value, self.mesh, self.place)
+        return tuple(all_cuts(self.forms.value, self.mesh, self.place))
 
     @property
     def grad_group(self) -> tuple[object, ...]:
@@ -91,8 +87,7 @@ def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
     """The form of a parameter slot of a block, whole where there is no sharding."""
     if sharding := plan.sharding(stage, block):
         return parse_forms(sharding.forms[slot])
-    whole: tuple[Layout, ...] = (WHOLE,) * len(stage.axes)
-    return Forms(whole, whole)
+    return Forms.whole(len(stage.axes))
 
 
 def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: TensorInfo,
@@ -139,6 +134,6 @@ def team_of(holdings: list[LocalParam], rank: int) -> Team:
         ranks = tuple(h.rank for h in holdings if h.grad_group == mine.grad_group)
         return Team(ranks)
     if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
-                        and not h.extent and h.num_copies == 1 for h in holdings):
+                        and not h.cuts and h.num_copies == 1 for h in holdings):
         return Team(tuple(h.rank for h in holdings))
     return Team(tuple(h.rank for h in holdings), True)

@@ -158,6 +158,15 @@ class Forms(NamedTuple):
     value: Layouts
     grad: Layouts
 
+    @classmethod
+    def whole(cls, num_axes: int) -> Forms:
+        return cls((WHOLE,) * num_axes, (WHOLE,) * num_axes)
+
+    @classmethod
+    def of(cls, made: Layouts) -> Forms:
+        """Of a produced value, whose gradient must arrive as it lies: cut, or whole."""
+        return cls(made, tuple(layout if is_cut(layout) else WHOLE for layout in made))
+
     @property
     def text(self) -> str:
         return f"{layouts_text(self.value)}|{layouts_text(self.grad)}"
@@ -167,11 +176,6 @@ class Forms(NamedTuple):
 def parse_forms(text: str) -> Forms:
     value, _, grad = text.partition("|")
     return Forms(parse_layouts(value), parse_layouts(grad))
-
-
-def grad_layout(layout: Layout) -> Layout:
-    """How the gradient of a produced value must arrive: cut as it is cut, else whole."""
-    return layout if is_cut(layout) else WHOLE
 
 
 def local_shape(shape: tuple[int, ...], layouts: Layouts, mesh: tuple[int, ...]) -> list[int]:

@@ -39,15 +39,13 @@ class WeightQueue:
         left = Counter(id(weight) for weight, _ in self.waiting)
         while self.waiting:
             weight, work = self.waiting.popleft()
-            weight.grad = _first(weight, work) if weight.grad is None else work(weight.grad)
+            if weight.grad is None:  # it may be added up in more digits than the weight has
+                weight.grad = work(None).to(weight.grad_dtype)
+            else:
+                weight.grad = work(weight.grad)
             left[id(weight)] -= 1
             if not left[id(weight)]:
                 done(weight)
-
-
-def _first(weight: Tensor, work: GradWork) -> Tensor:
-    """Gradients of a weight may be added up in more digits than the weight has."""
-    return work(None).to(weight.grad_dtype)
 
 
 def deliver(weight: Tensor, work: GradWork) -> Tensor | None:

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from ..errors import ShardingError
 from ..model import at_rows
 from ..plan import Sharding
 from .collectives import (
@@ -40,10 +39,10 @@ from .layout import (
 )
 from .linear import direct_linear
 from .price import Move, moves
+from .rows import give_real_sizes
 from .rules import OPERANDS, ShapedOp, op_name
-from .solve import OpWay, combine
+from .solve import OpWay, chosen_way, ways
 from .spatial import SpatialLinear
-from .square import all_strategies
 
 aten = torch.ops.aten
 Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs
@@ -65,47 +64,28 @@ class Lowering:
         self.shared: dict[tuple[fx.Node, Forms], fx.Node] = {}
         self.choices: dict[fx.Node, OpWay] = {}
         if sharding is not None:
-            for node, options in all_strategies(graph, self.mesh).items():
-                self.choices[node] = self._chosen(node, combine(node, options, self.mesh))
-
-    def _chosen(self, node: fx.Node, legal: list[OpWay]) -> OpWay:
-        """What the sharding says about an op, refused if the op cannot be split so."""
-        wanted = cast(Sharding, self.sharding).ops.get(node.name)
-        for choice in legal:
-            if choice.text == wanted:
-                return choice
-        raise ShardingError(
-            f"{node.name} cannot be split as {wanted!r} on a mesh of {self.mesh}",
-            where=f"Plan.shardings[kind={cast(Sharding, self.sharding).kind}].ops",
-            fix=f"legal are {', '.join(sorted(choice.text for choice in legal))}",
-        )
+            self.choices = {node: chosen_way(node, legal, sharding)
+                            for node, legal in ways(graph, self.mesh).items()}
 
     def finish(self) -> fx.GraphModule:
         for node in self.source.nodes:
             if node.op == "placeholder":
-                self._place(node)
+                self.env[node] = self.graph.placeholder(node.name)
+                self.have[node] = self._form(node.name) or Forms.whole(len(self.mesh))
             elif node.op == "output":
                 self._output(node)
             else:
                 self._op(node)
         return fx.GraphModule(self.root, self.graph, "Block")
 
-    def _whole(self) -> Forms:
-        return Forms((WHOLE,) * len(self.mesh), (WHOLE,) * len(self.mesh))
-
     def _form(self, name: str) -> Forms | None:
         text = self.sharding.forms.get(name) if self.sharding else None
         return parse_forms(text) if text else None
 
-    def _place(self, node: fx.Node) -> None:
-        self.env[node] = self.graph.placeholder(node.name)
-        self.have[node] = self._form(node.name) or self._whole()
-
     def _output(self, node: fx.Node) -> None:
-        results = [
-            self._as(value, self._form(f"y{k}") or self._whole())
-            for k, value in enumerate(cast(Any, node.args[0]))
-        ]
+        whole = Forms.whole(len(self.mesh))
+        results = [self._as(value, self._form(f"y{k}") or whole)
+                   for k, value in enumerate(cast(Any, node.args[0]))]
         self.graph.output(tuple(results))
 
     def _as(self, node: fx.Node, want: Forms) -> fx.Node:
@@ -151,12 +131,12 @@ class Lowering:
 
     def _op(self, node: fx.Node) -> None:
         choice = self.choices.get(node)
-        inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
         if choice is None:
             ready = {n: self.env[n] for n in node.all_input_nodes}
-            self.have[node] = self._whole()
+            self.have[node] = Forms.whole(len(self.mesh))
         else:
-            ready = {n: self._as(n, form) for n, form in zip(inputs, choice.ins, strict=True)}
+            ready = {n: self._as(n, form)
+                     for n, form in zip(ShapedOp(node).inputs, choice.ins, strict=True)}
             ready |= {n: self.env[n] for n in node.all_input_nodes if n not in ready}
             self.have[node] = choice.made
         self.env[node] = self._special(node, choice, ready) or self._plain(node, choice, ready)
@@ -169,17 +149,10 @@ class Lowering:
             new.target = aten.reshape.default
         if choice is not None:
             self._localise(node, new, choice)
-        new.args = fx.node.map_aggregate(new.args, self._size)  # type: ignore[assignment]
-        new.kwargs = fx.node.map_aggregate(new.kwargs, self._size)  # type: ignore[assignment]
+        give_real_sizes(new, self.rows, self.device)
         if choice is not None and op_name(node) == "mean":
             return self._scaled(new, self._summed(choice))
         return new
-
-    def _size(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return self.device
-        is_size = isinstance(value, int) and not isinstance(value, bool)
-        return at_rows(value, self.rows) if is_size else value
 
     def _localise(self, node: fx.Node, new: fx.Node, choice: OpWay) -> None:
         """Sizes among the arguments become local ones."""
@@ -196,12 +169,9 @@ class Lowering:
             cut = ShapedOp(node).dim(2, len(ShapedOp(node).out))
             args[1] = local_shape(ShapedOp(node).out, choice.out, self.mesh)[cut]
         elif name == "group_norm":
-            args[1] = int(cast(Any, args[1])) // self._cuts(choice.out, 1)
+            args[1] = int(cast(Any, args[1])) // math.prod(
+                cut.parts for cut in all_cuts(choice.out, self.mesh) if cut.split.dim == 1)
         new.args = tuple(args)
-
-    def _cuts(self, layouts: Layouts, dim: int) -> int:
-        """How many parts a dim is cut in."""
-        return math.prod(cut.parts for cut in all_cuts(layouts, self.mesh) if cut.split.dim == dim)
 
     def _summed(self, choice: OpWay | None) -> int:
         """Product of the axes whose results are partial sums."""
@@ -257,19 +227,15 @@ class Lowering:
 
     def _loss(self, node: fx.Node, choice: OpWay | None, ready: Ready) -> fx.Node:
         if choice is not None and Split(1) in choice.ins[0].value:
-            new = self._vocab_loss(node, choice, ready)
+            owner = self._owner(choice.ins[0].value, Split(1))
+            loss = VocabCrossEntropy(owner, node.args[4])  # type: ignore[arg-type]
+            args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args[:3])
+            new = self.graph.call_module(self._module("vocab_cross_entropy", loss), args)
         else:
             new = self._plain(node, choice, ready)
         if _is_read_once(cast(fx.Node, node.args[0])):
             new.kwargs = {"overwrite": True}
         return new
-
-    def _vocab_loss(self, node: fx.Node, choice: OpWay,
-                    ready: dict[fx.Node, fx.Node]) -> fx.Node:
-        owner = self._owner(choice.ins[0].value, Split(1))
-        target = self._module("vocab_cross_entropy", VocabCrossEntropy(owner, node.args[4]))  # type: ignore[arg-type]
-        args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args[:3])
-        return self.graph.call_module(target, args)
 
     def _with_scaled_bias(self, node: fx.Node, choice: OpWay,
                           ready: Ready) -> fx.Node | None:
@@ -286,7 +252,8 @@ class Lowering:
         share of the bias."""
         x, weight, bias = (ShapedOp(node).arg(place) for place in OPERANDS[op_name(node)])
         ring = choice.ring if choice is not None else None
-        leaf = _is_parameter(ready[weight]) and weight.meta["info"].grad
+        own = ready[weight]  # a leaf: the parameter as this rank holds it
+        leaf = own.op == "placeholder" and own.name.startswith("w_") and weight.meta["info"].grad
         if ring is None and not (leaf and _is_plain(node, x, weight, bias)):
             return None
         args, transposed = [ready[x], ready[weight]], op_name(node) == "linear"
@@ -298,11 +265,6 @@ class Lowering:
             return new
         module = SpatialLinear(self.axes[ring], transposed, leaf)
         return self.graph.call_module(self._module("spatial_linear", module), tuple(args))
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    """Whether a value is a parameter as this rank holds it (slots of parameters begin so)."""
-    return node.op == "placeholder" and node.name.startswith("w_")
 
 
 def _is_plain(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from .atoms import within
+from .holdings import Box
 from .layout import Cut, Part, Split, cuts, splits
-
-Slices = tuple[slice, ...]
 
 
 def part(x: Tensor, cut: Part) -> Tensor:
@@ -43,7 +43,7 @@ def _assemble(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
     frame = Frame(pieces[0], layout, len(pieces))
     whole = pieces[0].new_empty(frame.sizes)
     for index, own in enumerate(pieces):
-        whole[frame.box(layout, index)] = frame.open(own)
+        whole[within(frame.box(layout, index))] = frame.open(own)
     return frame.close(whole)
 
 
@@ -84,7 +84,7 @@ def padded(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
     """A whole value that is zero outside of one rank's piece."""
     frame = Frame(x, layout, parts)
     whole = x.new_zeros(frame.sizes)
-    whole[frame.box(layout, index)] = frame.open(x)
+    whole[within(frame.box(layout, index))] = frame.open(x)
     return frame.close(whole)
 
 
@@ -112,23 +112,11 @@ class Frame:
             x = x.flatten(dim, dim + 1)
         return x
 
-    def box(self, layout: Cut, index: int) -> Slices:
+    def box(self, layout: Cut, index: int) -> Box:
         """Where one rank's piece lies in the whole."""
-        found = [slice(0, size) for size in self.sizes]
+        offsets, sizes = [0] * len(self.sizes), list(self.sizes)
         for split, parts, place in cuts(layout, self.parts, index):
             dim = self._dim(split)
-            length = self.sizes[dim] // parts
-            found[dim] = slice(place * length, (place + 1) * length)
-        return tuple(found)
-
-
-def overlap(a: Slices, b: Slices) -> Slices | None:
-    """What two boxes have in common, if anything."""
-    common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop))
-                   for x, y in zip(a, b, strict=True))
-    return common if all(x.start < x.stop for x in common) else None
-
-
-def inside(box: Slices, of: Slices) -> Slices:
-    """A box as seen from the corner of the one it lies in."""
-    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, of, strict=True))
+            sizes[dim] //= parts
+            offsets[dim] = place * sizes[dim]
+        return tuple(offsets), tuple(sizes)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
-from ..model import ROWS
+from ..model import ROWS, at_rows
 from .layout import PARTIAL, WHOLE, Layout, Split
 from .rules import Shape, ShapedOp
 from .strategies import strategies
@@ -33,6 +36,19 @@ def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.N
             flow[node] = rows_dim(op.out)
             coupled.append(op.name)
     return flow, coupled
+
+
+def give_real_sizes(node: fx.Node, rows: int, device: torch.device) -> None:
+    """Sizes and devices among the arguments of a node become those of so many rows there."""
+
+    def real(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        return at_rows(value, rows) if is_size else value
+
+    node.args = fx.node.map_aggregate(node.args, real)  # type: ignore[assignment]
+    node.kwargs = fx.node.map_aggregate(node.kwargs, real)  # type: ignore[assignment]
 
 
 def rows_dim(shape: Shape) -> Layout:

@@ -64,19 +64,16 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def _broadcast(op: ShapedOp, d: int, inputs: Iterable[int | None]) -> dict[int, int]:
+    """Input -> its dim that is dim `d` of the output, broadcast from the right, if any."""
+    found = {k: d - len(op.out) + len(op.shapes[k]) for k in inputs if k is not None}
+    return {k: own for k, own in found.items() if own >= 0 and op.shapes[k][own] == op.out[d]}
+
+
 def _same_dims(op: ShapedOp, skip: Iterable[int] = ()) -> list[DimFactor]:
-    """Every output dim is the same dim of each input, broadcast from the right."""
-    factors = []
-    for d in range(len(op.out)):
-        if d in skip or op.out[d] == 1:
-            continue
-        ins = {}
-        for k, shape in enumerate(op.shapes):
-            own = d - (len(op.out) - len(shape))
-            if own >= 0 and shape[own] == op.out[d]:
-                ins[k] = own
-        factors.append(DimFactor(ins, d))
-    return factors
+    """Every output dim is the same dim of each input."""
+    return [DimFactor(_broadcast(op, d, range(len(op.shapes))), d)
+            for d in range(len(op.out)) if d not in skip and op.out[d] != 1]
 
 
 def first_input(op: ShapedOp, skip: Iterable[int] = ()) -> list[DimFactor]:
@@ -109,23 +106,12 @@ def _matmul(op: ShapedOp, first: int = 0, bias: int | None = None) -> list[DimFa
     a, b, extra = op.at(first), op.at(first + 1), None if bias is None else op.at(bias)
     rank, ra, rb = len(op.out), len(op.shapes[a or 0]), len(op.shapes[b or 0])
 
-    def add(ins: dict[Any, int], d: int) -> DimFactor:
-        if extra is not None:
-            own = d - (rank - len(op.shapes[extra]))
-            if own >= 0 and op.shapes[extra][own] == op.out[d]:
-                ins = {**ins, extra: own}
-        return DimFactor(ins, d)
+    def ending(ins: dict[Any, int], d: int) -> DimFactor:
+        return DimFactor({**ins, **_broadcast(op, d, (extra,))}, d)
 
-    factors = []
-    for d in range(rank - 2):
-        ins: dict[Any, int] = {}
-        for k, r in ((a, ra), (b, rb)):
-            own = d - (rank - r)
-            if own >= 0 and op.shapes[k or 0][own] == op.out[d]:
-                ins[k] = own
-        factors.append(add(ins, d))
-    factors += [add({a: ra - 2}, rank - 2), add({b: rb - 1}, rank - 1)]
-    return [*factors, DimFactor({a: ra - 1, b: rb - 2}, None)]  # type: ignore[dict-item]
+    return [*(DimFactor(_broadcast(op, d, (a, b, extra)), d) for d in range(rank - 2)),
+            ending({a: ra - 2}, rank - 2), ending({b: rb - 1}, rank - 1),
+            DimFactor({a: ra - 1, b: rb - 2}, None)]  # type: ignore[dict-item]
 
 
 def _conv(op: ShapedOp, transposed: bool = False) -> list[DimFactor]:
@@ -135,8 +121,7 @@ def _conv(op: ShapedOp, transposed: bool = False) -> list[DimFactor]:
     if groups != 1:
         return [batch]
     cout, cin = (1, 0) if transposed else (0, 1)
-    ins = {x: None, w: cout} if bias is None else {w: cout, bias: 0}
-    ins = {k: v for k, v in ins.items() if v is not None}
+    ins = {w: cout} if bias is None else {w: cout, bias: 0}
     return [batch, DimFactor(ins, 1), DimFactor({x: 1, w: cin}, None)]  # type: ignore[arg-type, dict-item]
 
 
@@ -167,11 +152,7 @@ def _attention(op: ShapedOp) -> list[DimFactor]:
     rank = len(op.out)
 
     def masked(ins: dict[Any, int], d: int) -> DimFactor:
-        if mask is not None:
-            own = d - (rank - len(op.shapes[mask]))
-            if own >= 0 and op.shapes[mask][own] > 1:
-                ins = {**ins, mask: own}
-        return DimFactor(ins, d)
+        return DimFactor({**ins, **_broadcast(op, d, (mask,))}, d)
 
     factors = [masked({q: d, k: d, v: d}, d) for d in range(rank - 2)]
     return factors if causal else [*factors, masked({q: rank - 2}, rank - 2)]
@@ -206,11 +187,7 @@ def _transpose(op: ShapedOp) -> list[DimFactor]:
 
 
 def _expand(op: ShapedOp) -> list[DimFactor]:
-    shift = len(op.out) - len(op.shapes[0])
-    return [
-        DimFactor({0: d - shift} if d >= shift and op.shapes[0][d - shift] == op.out[d] else {}, d)
-        for d in range(len(op.out))
-    ]
+    return [DimFactor(_broadcast(op, d, (0,)), d) for d in range(len(op.out))]
 
 
 def _slice(op: ShapedOp) -> list[DimFactor]:
@@ -311,7 +288,11 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return has_tag(node, torch.Tag.pointwise)
+
+
+def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    return isinstance(node.target, OpOverload) and tag in node.target.tags
 
 
 def flops(node: fx.Node) -> float:

@@ -8,7 +8,7 @@ eliminated once per kind; the chain is then the same problem over the borders of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -29,7 +29,6 @@ from .layout import (
     Square,
     Strategy,
     all_cuts,
-    grad_layout,
     is_cut,
     layouts_text,
     parts_of,
@@ -44,8 +43,10 @@ from .price import (
     reduce_seconds,
     ring_waits,
 )
+from .rules import ShapedOp
 from .square import all_strategies
 
+SHOWN = 8  # of what would be legal
 Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
 
 
@@ -66,7 +67,7 @@ class OpWay(NamedTuple):
 
     @property
     def made(self) -> Forms:
-        return Forms(self.out, tuple(grad_layout(layout) for layout in self.out))
+        return Forms.of(self.out)
 
 
 class KindTable(NamedTuple):
@@ -95,39 +96,55 @@ def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool
     return True
 
 
-def _shape(info: TensorInfo | tuple[TensorInfo, ...]) -> tuple[int, ...]:
-    return (info[0] if isinstance(info, tuple) else info).shape
-
-
 def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> list[OpWay]:
     """Strategies on one axis -> choices on the whole mesh, illegal ones left out."""
-    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
-    shapes = [_shape(n.meta["info"]) for n in inputs]
-    out_shape = _shape(node.meta["info"]) if node.meta.get("info") is not None else ()
-    found = []
+    op, found = ShapedOp(node), []
     flat = [s for s in per_axis if not s.is_square]
     options = [per_axis if side(parts) else flat for parts in mesh]
     for picked in itertools.product(*options):
         if sum(s.is_square for s in picked) > 1:
             continue
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
-                    for k in range(len(inputs)))
+                    for k in range(len(op.inputs)))
         out = tuple(s.out for s in picked)
-        fits = legal(out_shape, out, mesh) and all(
-            legal(shape, form.value, mesh) for shape, form in zip(shapes, ins, strict=True)
-        )
-        if fits:
+        if legal(op.out, out, mesh) and all(
+                legal(shape, form.value, mesh) for shape, form in zip(op.shapes, ins, strict=True)):
             share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
             found.append(OpWay(ins, out, ";".join(s.text for s in picked), share))
     return found
 
 
+def ways(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list[OpWay]]:
+    """Every way to run every op of a graph on a mesh."""
+    return {node: combine(node, options, mesh)
+            for node, options in all_strategies(graph, mesh).items()}
+
+
+def chosen_way(node: fx.Node, legal: Sequence[OpWay], sharding: Sharding) -> OpWay:
+    """What the sharding says about an op, refused if the op cannot be split so."""
+    wanted = sharding.ops.get(node.name)
+    for choice in legal:
+        if choice.text == wanted:
+            return choice
+    raise ShardingError(
+        f"{node.name} cannot be split as {wanted!r} on a mesh of {sharding.mesh}",
+        where=f"Plan.shardings[kind={sharding.kind}].ops",
+        fix=legal_are({choice.text for choice in legal}),
+    )
+
+
+def legal_are(texts: Collection[str]) -> str:
+    """Some of what could be said instead."""
+    few = sorted(texts)
+    more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+    return f"legal are {', '.join(few[:SHOWN])}{more}"
+
+
 def border_forms(info: TensorInfo, mesh: tuple[int, ...]) -> list[Forms]:
     """Forms a value may have between blocks: whole, or cut along a dim."""
     options: list[Layout] = [WHOLE, *(Split(d) for d in range(len(info.shape)))]
-    return [Forms(o, tuple(grad_layout(x) for x in o))
-            for o in itertools.product(options, repeat=len(mesh))
-            if legal(info.shape, o, mesh)]
+    return [Forms.of(made) for made in itertools.product(options, repeat=len(mesh))
+            if legal(info.shape, made, mesh)]
 
 
 def param_forms(info: TensorInfo, readers: list[Forms], mesh: tuple[int, ...],
@@ -196,7 +213,8 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
         _connect(problem, convert, node, users)
     solution = eliminate(problem.sizes, problem.tables, tuple(borders))
     by_name = {n.name: c for n, c in choices.items()}
-    forms = {**problem.forms, **_param_forms(problem)}
+    params = {name: forms for name, forms in problem.made.items() if name.startswith("w_")}
+    forms = {**problem.forms, **params}
     return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
                      solution)
 
@@ -223,8 +241,8 @@ def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Pric
                forward: float) -> tuple[float, float, float]:
     """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
     axis = cast(int, choice.ring)
-    inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
-    values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
+    values = [*zip(ShapedOp(node).inputs, (form.value for form in choice.ins), strict=True),
+              (node, choice.out)]
     blocks = {
         layout.skew: num_bytes(value.meta["info"], prices.rows) / parts_of(mesh, layouts)
         for value, layouts in values
@@ -234,10 +252,6 @@ def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Pric
     return (*waits, blocks["i"])
 
 
-def _param_forms(problem: _Problem) -> dict[str, list[Forms]]:
-    return {name: forms for name, forms in problem.made.items() if name.startswith("w_")}
-
-
 Readers = dict[fx.Node, list[tuple[str, list[Forms]]]]
 
 
@@ -245,8 +259,7 @@ def _readers(choices: dict[fx.Node, list[OpWay]]) -> Readers:
     """Value -> (reading op, the form it needs under each of its choices)."""
     readers: Readers = {}
     for node, options in choices.items():
-        inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
-        for k, value in enumerate(inputs):
+        for k, value in enumerate(ShapedOp(node).inputs):
             readers.setdefault(value, []).append((node.name, [c.ins[k] for c in options]))
     return readers
 
@@ -256,9 +269,8 @@ def _add_slot(problem: _Problem, node: fx.Node, users: list[tuple[str, list[Form
               borders: dict[str, list[Forms]]) -> None:
     """A placeholder: a border value, a parameter, or something every device has whole."""
     name, info, mesh = node.name, node.meta["info"], problem.mesh
-    whole = (WHOLE,) * len(mesh)
     if name.startswith("c"):
-        forms = [Forms(whole, whole)]
+        forms = [Forms.whole(len(mesh))]
         problem.add(name, 1)
     elif name.startswith("w_"):
         wanted = [form for _, options in users for form in options]
@@ -361,25 +373,6 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
             made[key] = read_out(table, block.kind, borders)
         result.append(made[key])
     return result
-
-
-def frontier(blocks: Sequence[Block], programs: dict[str, fx.Graph], mesh: tuple[int, ...],
-             prices: Prices,
-             seconds_per_byte: Sequence[float]) -> list[tuple[float, int, list[Sharding]]]:
-    """Shardings of a chain that are fastest for some worth of a byte: (seconds, bytes, sharding).
-
-    Each is optimal for its price, so none is dominated by any other sharding: the lower convex hull
-    of the (time, memory) Pareto set.
-    """
-    found: dict[tuple[float, int], list[Sharding]] = {}
-    for price in seconds_per_byte:
-        priced = prices._replace(memory_s_per_byte=price)
-        kinds = dict.fromkeys(block.kind for block in blocks)
-        tables = {kind: tabulate(programs[kind], mesh, priced) for kind in kinds}
-        chosen = solve_chain(blocks, [tables[b.kind] for b in blocks], frozenset())
-        key = (sum(s.cost_s for s in chosen), sum(s.kept_bytes for s in chosen))
-        found.setdefault(key, chosen)
-    return [(seconds, size, chosen) for (seconds, size), chosen in sorted(found.items())]
 
 
 def _border_names(block: Block) -> dict[str, str]:

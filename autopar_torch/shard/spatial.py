@@ -22,10 +22,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from .collectives import Axis, start_messages
+from .collectives import Axis, arrive, start_messages
 from .layout import side
 from .linear import deliver, outer, product
-from .watch import heard
 
 Shift = tuple[int, int]  # a block comes from rank (r + a, c + b) and goes to (r - a, c - b)
 FORWARD: tuple[Shift, Shift] = (0, 1), (1, 0)  # I, W
@@ -64,17 +63,10 @@ class RankRing:
         works = start_messages(out, into, self.axis, tagged=True)
 
         def land() -> list[Tensor]:
-            _arrive(works)
+            arrive(works)  # what the computation has not hidden
             return came
 
         return land
-
-
-@heard
-def _arrive(works: Sequence[Any]) -> None:
-    """Only what the computation did not hide is waited for."""
-    for work in works:
-        work.wait()
 
 
 def forward(ring: Ring, x: Tensor, weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:

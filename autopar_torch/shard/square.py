@@ -50,11 +50,7 @@ def _spatial(op: ShapedOp, options: list[Strategy]) -> list[Strategy]:
         return []
     rest = [k for k in range(len(op.inputs)) if k not in (x, w)]
     return [_ring(x, w, *pair, inner) for pair in itertools.product(rows, cols)
-            if all(_bias_fits(k, *pair) for k in rest)]
-
-
-def _bias_fits(k: int, row: Strategy, col: Strategy) -> bool:
-    return row.ins[k] == WHOLE and col.ins[k] != WHOLE
+            if all(pair[0].ins[k] == WHOLE != pair[1].ins[k] for k in rest)]
 
 
 def _ring(x: int, w: int, row: Strategy, col: Strategy, inner: Strategy) -> Strategy:

@@ -20,7 +20,7 @@ from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
-from .clean import flatten, info_of
+from .clean import flatten, has_rows, info_of
 from .form import Form, LossFn
 from .repeat import find_stacks, shortened
 
@@ -54,25 +54,16 @@ def trace(
     known = params or describe_params(model)
     options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
                                "wanted": wanted, "shapes": known, "dtype": dtype}
-    stacks = find_stacks(model)
-    if stacks:
-        with shortened(model, stacks):
-            captured = _attempt(model, call, options)
-        pieces = None if captured is None else _cut(captured, known)
-        if pieces is not None:
-            chain = repeat(pieces[0], stacks)
-            if chain is not None:
-                return _assemble(chain, pieces[1], captured, known)  # type: ignore[arg-type]
+    if stacks := find_stacks(model):
+        # A shortened stack may break code that counts its layers; then all are traced.
+        with contextlib.suppress(TraceError):
+            with shortened(model, stacks):
+                captured = capture(model, call, **options)
+            pieces, flat = _cut(captured, known)
+            if chain := repeat(pieces, stacks):
+                return _assemble(chain, flat, captured, known)
     captured = capture(model, call, **options)
-    found, flat = _cut(captured, known)
-    return _assemble(found, flat, captured, known)
-
-
-def _attempt(model: nn.Module, call: Call, options: dict[str, Any]) -> Captured | None:
-    """A shortened stack may break code that counts its layers; then all are traced."""
-    with contextlib.suppress(TraceError):
-        return capture(model, call, **options)
-    return None
+    return _assemble(*_cut(captured, known), captured, known)
 
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
@@ -192,16 +183,11 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     params = {n: i for n, i in known.items() if n in used or i.trainable}
     added = tuple(name for name, value in outputs.items() if value in summed)
     prologue = _prologue(flat, pieces)
-    rowless = frozenset(n.name for n in prologue.nodes if not _has_rows(info_of(n)))
+    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
                   rowless, captured.form, captured.reads)
-
-
-def _has_rows(info: Any) -> bool:
-    infos = info if isinstance(info, tuple) else (info,)
-    return any(s and s % ROWS == 0 for i in infos if i is not None for s in i.shape)
 
 
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..model import ROWS, TensorInfo, at_rows
+from ..model import TensorInfo, at_rows
 from ..shard.rules import op_name
 from .blocks import TracedBlock, at_batch
 from .capture import InputSource
@@ -155,12 +155,8 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[
     return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))]
 
 
-def _dim(info: TensorInfo) -> int | None:
-    return next((d for d, s in enumerate(info.shape) if s and s % ROWS == 0), None)
-
-
 def _rows(value: Tensor, info: TensorInfo, start: int, rows: int) -> Tensor:
-    dim = _dim(info)
+    dim = info.rows_dim
     if dim is None:
         return value
     each = at_rows(info.shape[dim], 1)
@@ -171,7 +167,7 @@ def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
     if isinstance(whole, (tuple, list)):
         return all(_joins(w, p, i) for w, p, i in zip(whole, zip(*parts, strict=True), info,
                                                      strict=True))
-    dim = _dim(info) if isinstance(whole, Tensor) else None
+    dim = info.rows_dim if isinstance(whole, Tensor) else None
     if dim is None:
         return True
     sizes = [p.shape[d] for p in parts for d in range(p.dim()) if d != dim]

@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ..errors import TraceError
-from ..model import ROWS, TensorInfo, at_rows
+from ..model import ROWS, TensorInfo
 from ..shard.layout import PARTIAL, WHOLE, Layout
-from ..shard.rows import row_flow, rows_dim
-from ..shard.rules import flops, has_rule, op_name
+from ..shard.rows import give_real_sizes, row_flow, rows_dim
+from ..shard.rules import flops, has_rule, has_tag, op_name
 from .capture import InputSource
 from .clean import _is_view, info_of, is_mutable
 
 _NUMBER = re.compile(r"^\d+$")
-_SEEDED = torch.Tag.nondeterministic_seeded
+SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,10 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource]) -> set[fx.Node]
             kind = sources[node.name].kind
             if kind == "param" or (kind == "buffer" and node in changing):
                 main.add(node)
-        elif node.op == "call_function":
-            seeded = isinstance(node.target, OpOverload) and _SEEDED in node.target.tags
-            if seeded or any(n in main for n in node.all_input_nodes):
-                main.add(node)
-                _refuse_write_to_view(node)
+        elif node.op == "call_function" and (
+                has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
+            main.add(node)
+            _refuse_write_to_view(node)
     return {node for node in main if node.op == "call_function"}
 
 
@@ -80,13 +78,10 @@ def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
         if node.op == "placeholder":
             grad = node.name in trainable
         else:
-            grad = op_name(node) != "detach" and any(_has_grad(n) for n in node.all_input_nodes)
+            before = [info_of(n) for n in node.all_input_nodes]
+            infos = [i for own in before for i in (own if isinstance(own, tuple) else (own,))]
+            grad = op_name(node) != "detach" and any(i is not None and i.grad for i in infos)
         node.meta["info"] = _with_grad(info, grad)
-
-
-def _has_grad(node: fx.Node) -> bool:
-    info = info_of(node)
-    return any(i.grad for i in (info if isinstance(info, tuple) else (info,)) if i is not None)
 
 
 def _with_grad(info: Any, grad: bool) -> Any:
@@ -231,15 +226,7 @@ def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
 
-    def real(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return device
-        is_size = isinstance(value, int) and not isinstance(value, bool)
-        return at_rows(value, rows) if is_size else value
-
     for node in graph.nodes:
-        copy = new.node_copy(node, lambda n: env[n])
-        copy.args = fx.node.map_aggregate(copy.args, real)  # type: ignore[assignment]
-        copy.kwargs = fx.node.map_aggregate(copy.kwargs, real)  # type: ignore[assignment]
-        env[node] = copy
+        env[node] = new.node_copy(node, lambda n: env[n])
+        give_real_sizes(env[node], rows, device)
     return new

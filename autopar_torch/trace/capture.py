@@ -19,7 +19,7 @@ from ..model import ROWS, ParamInfo
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
-from .effects import Effects, refuse_functions
+from .effects import Effects, attributes_set, refuse_functions
 from .form import Form, LossFn, outputs_of
 
 _PREFIX = "model."
@@ -87,10 +87,7 @@ def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...
 
 def first_names(model: nn.Module) -> dict[int, str]:
     """Identity of every parameter and buffer -> its first name."""
-    names: dict[int, str] = {}
-    for name, tensor in tensors_of(model).items():
-        names.setdefault(id(tensor), name)
-    return names
+    return {id(tensor): name for name, tensor in reversed(tensors_of(model).items())}
 
 
 def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
@@ -140,18 +137,11 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device, info: Para
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_param else fake
 
 
-@contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Generation caches are of no use in training, and their objects stop export."""
     config: Any = getattr(model, "config", None)
-    if not getattr(config, "use_cache", False):
-        yield
-        return
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = True
+    caches = getattr(config, "use_cache", False)
+    return attributes_set(config, use_cache=False) if caches else contextlib.nullcontext()
 
 
 def capture(
@@ -178,8 +168,9 @@ def capture(
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
+            line = (str(error).strip().splitlines() or ["no message"])[0]
             raise TraceError(
-                f"torch.export stopped: {type(error).__name__}: {_first_line(error)}",
+                f"torch.export stopped: {type(error).__name__}: {line}",
                 where=user_line(error),
                 fix="avoid data-dependent Python control flow in forward",
             ) from error
@@ -208,10 +199,6 @@ def _source(spec: Any, names: dict[str, str]) -> InputSource:
     if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
         return InputSource("param" if spec.kind == InputKind.PARAMETER else "buffer", names[name])
     return InputSource("const", spec.target.replace(".", "_"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def user_line(error: BaseException) -> str:

@@ -22,6 +22,12 @@ def info_of(node: fx.Node) -> Any:
     return node.meta.get("info")
 
 
+def has_rows(info: Any) -> bool:
+    """Whether a value, or one of several, grows with the batch."""
+    infos = info if isinstance(info, tuple) else (info,)
+    return any(i.rows_dim is not None for i in infos if i is not None)
+
+
 def _info(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorInfo(tuple(value.shape), str(value.dtype).removeprefix("torch."))

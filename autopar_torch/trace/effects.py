@@ -45,8 +45,9 @@ class Effects:
         """Around the trace. The model is then as it was: its first forward is still to come."""
         _refuse_hooks(self.model)
         try:
-            with (_set(nn.Module, __getattribute__=self._getter(), __setattr__=self._setter()),
-                  _set(CheckpointFunction, apply=staticmethod(_unrolled))):
+            with (attributes_set(nn.Module, __getattribute__=self._getter(),
+                                 __setattr__=self._setter()),
+                  attributes_set(CheckpointFunction, apply=staticmethod(_unrolled))):
                 yield
         finally:
             for module, then in self.before.items():
@@ -97,8 +98,8 @@ class Effects:
 
 
 @contextlib.contextmanager
-def _set(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a class, for a while."""
+def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a class or an object, for a while."""
     before = {name: vars(owner).get(name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -43,7 +43,7 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
 
 def _has_rows(node: Any) -> bool:
     info = info_of(node) if isinstance(node, fx.Node) else None
-    return isinstance(info, TensorInfo) and any(s and s % ROWS == 0 for s in info.shape)
+    return isinstance(info, TensorInfo) and info.rows_dim is not None
 
 
 def _reduction(node: fx.Node) -> int | None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from .burnt import PLAIN
+
 MIN_CHILDREN = 6
-_PLAIN = (int, float, str, bool, type(None))
 
 
 def find_stacks(model: nn.Module) -> dict[str, int]:
@@ -57,9 +58,9 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...] | None:
     for name, value in sorted(vars(module).items()):
         if name.startswith("_") or value is module:
             continue
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             seen.append((name, value))
-        elif isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value):
+        elif isinstance(value, (tuple, list)) and all(isinstance(v, PLAIN) for v in value):
             seen.append((name, tuple(value)))
         else:
             seen.append((name, id(value)))
