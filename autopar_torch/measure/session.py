@@ -34,7 +34,7 @@ from .stats import NOISE_LIMIT, quantiles
 class Session:
     """What to measure, ready to be measured as often as is wanted. All ranks act together.
 
-    At a `look`, what computes forward again is derived from what keeps it, until it is asked for.
+    At a `look`, cells that recompute are derived from those that do not; `focus` measures them.
     """
 
     def __init__(self, traced: Traced, cells: Sequence[CellNeed], curves: Sequence[CurveNeed],
@@ -56,16 +56,16 @@ class Session:
         self.extras.warm_up()
 
     def _derivable(self, chain: Chain) -> bool:
-        """Whether the same blocks are measured with forward kept."""
+        """Whether a chain recomputes, and each of its blocks is measured with forward kept, too."""
         kept = set(self.asked.get(chain._replace(again=False), ()))
         return chain.again and all(_kept(need) in kept for need in self.asked[chain])
 
     def derives(self, cells: Iterable[CellNeed]) -> bool:
-        """Whether some of these were not measured yet."""
+        """Whether some of these cells were derived so far, not measured."""
         return any(chain not in self.chains for chain in _focused(self.asked, cells))
 
     def _take_up(self, chains: Iterable[Chain]) -> None:
-        """Chains that are measured from now on; their first round does not count."""
+        """Measure these chains from now on; their first round does not count."""
         made = {
             chain: Blocks(self.asked[chain], self.traced, self.axes(chain.mesh),
                           self.context(chain.rows), self.device)
@@ -85,14 +85,14 @@ class Session:
         self.chains |= made
 
     def focus(self, cells: Iterable[CellNeed], curves: Sequence[CurveNeed]) -> None:
-        """From now on rounds are of what these need; the rest was sampled enough."""
+        """From now on a round measures only what these need; the rest was sampled enough."""
         chains = _focused(self.asked, cells)
         self._take_up(chains)
         self.wanted = [self.chains[chain] for chain in chains]
         self.lines.focus(curves)
 
     def round(self) -> None:
-        """Some more samples of all that is wanted, everyone busy with the same at the same time.
+        """Take more samples of all that is wanted. All ranks run the same at the same time.
 
         A chain has its turns in a row: in training too a block finds what a cache holds of it,
         since the micro-batch or the step before used it last.
@@ -109,7 +109,7 @@ class Session:
             self.extras.round()
 
     def profile(self) -> Profile:
-        """All that was seen so far, the same on every rank."""
+        """All that was measured so far, the same on every rank."""
         if not self.rounds or not all(chain.num_rounds for chain in self.chains.values()):
             raise ProfileError("nothing was measured of some blocks", where="Session.round",
                                fix="call round() at least once after focus()")
@@ -133,7 +133,7 @@ class Session:
         return median(found) if found else 0.0
 
     def _jitter(self) -> Jitter:
-        """Of whole rounds and single runs, of all ranks together."""
+        """How whole rounds and single runs varied, over all ranks."""
         alone = self._alone()
         own = {key: variation(c.columns) for key, c in self.chains.items() if c in alone}
         everyone = self.places.gather(own)
@@ -145,8 +145,8 @@ class Session:
         return Jitter(quantiles(rounds), quantiles(single))
 
     def _alone(self) -> list[Blocks]:
-        """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
-        they are known by more than a look."""
+        """Chains that never exchange, as waiting is no jitter: the wanted ones, if they have more
+        samples than a look takes, else all."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
         return [c for c in found if c in self.wanted and c.num_rounds >= 3 * len(TURNS)] or found
 
@@ -161,8 +161,8 @@ class Session:
         return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
 
     def noise(self) -> dict[str, float]:
-        """What is wanted and not known well yet, with its error where that is largest; all must
-        call this."""
+        """The wanted times that are still uncertain, each with its largest error on any rank.
+        All ranks must call this."""
         own = self.lines.errors()
         for chain in self.wanted:
             own |= chain.errors()
@@ -208,7 +208,7 @@ def _chains(cells: Sequence[CellNeed], traced: Traced) -> dict[Chain, list[CellN
 
 
 def _focused(known: Collection[Chain], cells: Iterable[CellNeed]) -> list[Chain]:
-    """The known chains that tell what some cells take: at their rows, or on both sides."""
+    """The chains that measure some cells: at their number of rows, or the nearest on both sides."""
     asked = {_chain(need) for need in cells}
     found = set()
     for chain in asked:
