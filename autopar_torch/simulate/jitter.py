@@ -1,4 +1,4 @@
-"""Steps whose computing times vary as they were seen to vary."""
+"""Simulated steps whose computing times vary as they did when they were measured."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..profile import Jitter
 
 @dataclass
 class Draw:
-    """One such step. A tensor group varies together: what its ranks wait for each other was
-    measured with what they exchange."""
+    """One such step. The ranks of a tensor group have one pace: the time that they wait for each
+    other is already part of their measured exchanges."""
 
     pace: dict[int, float]  # of each rank in the whole step
     block: Sequence[float]
     chance: random.Random
 
     def factors(self, count: int) -> list[float]:
-        """How so many blocks vary beside the step."""
+        """Factors of so many blocks, on top of the pace of the step."""
         if len(self.block) == 1:
             return [*self.block] * count
         return self.chance.choices(self.block, k=count)
 
 
 def drawn(plan: Plan, jitter: Jitter, count: int) -> list[Draw]:
-    """So many steps. Between them every group goes at each of as many paces, in an order of its
+    """So many steps, and as many paces. Each group takes every pace once, in a random order of its
     own, so that few steps tell what many would."""
     groups = dict.fromkeys(stage.devices for r in plan.replicas for stage in r.stages)
     paces = quantiles(jitter.rank, count)
@@ -42,6 +42,6 @@ def drawn(plan: Plan, jitter: Jitter, count: int) -> list[Draw]:
 
 
 def usual(plan: Plan) -> Draw:
-    """The step in which everything takes what it usually does."""
+    """The step without any variation."""
     [draw] = drawn(plan, Jitter(), 1)
     return draw

@@ -1,4 +1,4 @@
-"""What has to be measured before some plans can be simulated: the simulator is asked itself."""
+"""What has to be measured before plans can be simulated: the simulator runs and is listened to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tasks import StepTasks
 
 
 class _Listener(Lookup):
-    """Answers everything with ones and remembers what was asked."""
+    """A profile that answers with ones, and notes what the simulator looks up."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(Profile(cluster, ()))
@@ -28,7 +28,7 @@ class _Listener(Lookup):
 
 
 class _Asked:
-    """A curve that notes the sizes it is asked for."""
+    """A curve that notes the sizes that are looked up."""
 
     core, held, beside = EXCHANGE_CORE, 0.0, 1.0
 
