@@ -48,14 +48,14 @@ MODEL = "module:function or file.py:function; it is run, and returns (model, inp
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status says how it went."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    own = 0 if given[:1] == ["run"] else len(given)  # what follows `run` is for others
+    own = 0 if given[:1] == ["run"] else len(given)  # torchrun's and the script's
     given[:own] = [re.sub("(?<=[a-z])_", "-", a) if a.startswith("--") and "=" not in a else a
                    for a in given[:own]]
     parser = _parser()
     options, unknown = parser.parse_known_args(given)
     if unknown and options.command is not _run:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if unknown:  # options of torchrun come before the script
+    if unknown:  # options of torchrun, which come before the script
         options.rest = [*unknown, *options.rest]
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[autopar] %(message)s")
     try:
@@ -293,5 +293,5 @@ def _lines(rows: Sequence[str]) -> int:
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would obey, whoever wrote it."""
+    """The text without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

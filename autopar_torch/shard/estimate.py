@@ -117,5 +117,5 @@ def _ops(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> Piece:
-    """A piece as measuring would give it."""
+    """The piece that measuring would give."""
     return _Estimate(graph, sharding, prices).run()

@@ -236,7 +236,7 @@ class Lowering:
         return None
 
     def _place_of(self, layouts: Layouts) -> int | None:
-        """Which part of a value this rank has; None for all of it."""
+        """The number of the part of a value that this rank has; None if it has all of it."""
         if not any(is_cut(layout) for layout in layouts):
             return None
         place = 0
@@ -306,7 +306,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
-    """Rows times a matrix, to all of which the same is added."""
+    """Whether it is rows times a matrix, with one bias added to all rows."""
     dims = [None if n is None else len(n.meta["info"].shape) for n in (x, weight, bias)]
     return not node.kwargs and dims[0] != 1 and dims[1] == 2 and dims[2] in (None, 1)
 

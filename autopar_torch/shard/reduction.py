@@ -1,4 +1,4 @@
-"""How gradients come together: who cuts a parameter under ZeRO, and what travels in one message.
+"""How gradients are summed: which ranks cut a parameter under ZeRO, what one message carries.
 
 Pure: the runtime executes these buckets, the simulator prices them.
 """
@@ -23,9 +23,9 @@ class Share(NamedTuple):
     team: Team
     local: tuple[int, ...]  # this rank's part before the ZeRO cut
     dtype: str
-    trained: bool  # its gradient is wanted
+    trained: bool  # it gets gradients
     zero: bool  # cut once more among its team
-    steady: bool  # all of the team use it at the same points of their schedules
+    steady: bool  # all ranks of the team use it at the same points of their schedules
 
     @property
     def rows(self) -> int:
@@ -50,7 +50,7 @@ class Share(NamedTuple):
         return (end - start) * math.prod(self.local[1:])
 
     def own_rows(self) -> tuple[int, int]:
-        """First row and end of what this rank owns of its part under ZeRO."""
+        """First and end row of the piece that this rank owns under ZeRO, within its part."""
         start = min(self.team.ranks.index(self.holding.rank) * self.rows, self.local[0])
         return start, min(start + self.rows, self.local[0])
 

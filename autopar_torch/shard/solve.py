@@ -46,7 +46,7 @@ from .price import (
 )
 from .square import all_strategies
 
-Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
+Spatial = Literal["free", "never", "always"]  # linears in rings: where it is cheapest, or as pinned
 
 
 class OpWay(NamedTuple):
@@ -70,7 +70,7 @@ class OpWay(NamedTuple):
 
 
 class KindTable(NamedTuple):
-    """What is left of a kind: cost over the forms of its border slots, and the way back."""
+    """A kind after eliminating: its cost over the forms of its border slots, and the way back."""
 
     graph: fx.Graph
     mesh: tuple[int, ...]
@@ -202,7 +202,7 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
 
 
 def _allowed(choices: list[OpWay], spatial: Spatial) -> list[OpWay]:
-    """With "always", a linear that can run in a ring does."""
+    """With "always", a linear that can run in a ring must."""
     rings = [c for c in choices if c.ring is not None]
     if spatial == "never":
         return [c for c in choices if not any(isinstance(x, Square) for x in c.out)]
@@ -221,7 +221,7 @@ def _op_costs(problem: _Problem, node: fx.Node, choice: OpWay,
 
 def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Prices,
                forward: float) -> tuple[float, float, float]:
-    """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
+    """Of a linear in a ring: seconds of waiting (forward, backward), bytes of the kept block."""
     axis = cast(int, choice.ring)
     inputs = [n for n in node.all_input_nodes if n.meta.get("info") is not None]
     values = [*zip(inputs, (form.value for form in choice.ins), strict=True), (node, choice.out)]
