@@ -103,7 +103,7 @@ def refuse_frozen(names: Iterable[str], zero: int) -> None:
 
 
 def refuse_moved(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
-    """What `.to()` and its friends would change, asked of empty tensors."""
+    """Refuse `.to()` and the like if they change type or device; tried on empty tensors."""
     for kind, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
         with torch.no_grad():
             made = fn(torch.empty(0, dtype=kind, device=device))

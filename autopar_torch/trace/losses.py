@@ -19,7 +19,7 @@ from .clean import aten, info_of, schema_name
 
 _SCALAR = TensorInfo((), "float32")
 _MEAN, _SUM = 1, 2
-# Losses whose mean is that of their values. Others weigh them: by class, by length.
+# Losses whose mean is the plain mean of their values. Others weigh them, by class or by length.
 _MEANS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
           "hinge_embedding_loss", "huber_loss", "l1_loss", "margin_ranking_loss", "mse_loss",
           "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss",
