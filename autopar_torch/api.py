@@ -353,7 +353,7 @@ def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) ->
 
 def _tell(plan: Plan, traced: Traced) -> None:
     """Log what will run, and what cannot be split."""
-    log.info("plan: %s", plan.describe())
+    log.info("training with: %s", plan.describe())
     if plan.shardings and traced.graph.replicated_ops:
         log.info("whole on every rank of a tensor group, as no rule splits them: %s",
                  ", ".join(traced.graph.replicated_ops))

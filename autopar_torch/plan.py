@@ -181,14 +181,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
                 for count in counts]
 
     def describe(self) -> str:
-        """One line a person can read."""
-        shape = " | ".join(
-            "-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
-            + f" m{replica.num_micro_batches}"
-            for replica in self.replicas
-        )
+        """One line a person can read; stages that follow each other are joined by `-`."""
+        shapes = ["-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
+                  + f" device(s), {replica.num_micro_batches} micro-batch(es)"
+                  for replica in self.replicas]
+        shape = " | ".join(shapes if len(set(shapes)) > 1 else shapes[:1])
         tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
-        return f"{len(self.replicas)} replica(s) of stages {shape}; {tail} ({self.reason})"
+        return f"{len(self.replicas)} replica(s) of stages on {shape}; {tail} ({self.reason})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)

@@ -141,8 +141,8 @@ def name_noise(profile: Profile, world: World) -> None:
         return
     worst = sorted(profile.noise.items(), key=lambda item: -item[1])[:MOST_NAMES]
     log.warning("profile: %d of its times are uncertain by more than %.0f %% (%s), so the plan may "
-                "not be the best; close other programs and measure again (without the kept "
-                "profile), or for longer (`autopar measure --seconds`)", len(profile.noise),
+                "not be the best; close other programs and measure again (with AUTOPAR_CACHE "
+                "on an empty folder), or longer (`autopar measure --seconds`)", len(profile.noise),
                 100 * NOISE_LIMIT,
                 "; ".join(f"{name}: {error:.0%}" for name, error in worst))
 

@@ -89,8 +89,8 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
     def how_exact(self) -> str:
         rules = ", ".join(f"{n} by {rule}" for rule, n in self.discarded.items())
         proof = "proven fastest" if not self.gap else f"stopped early, gap at most {self.gap:.1%}"
-        return (f"{proof}: {self.considered} candidates, {rules or 'none discarded'}, "
-                f"{self.priced} priced")
+        return (f"{proof}: of {self.considered} candidates dropped {rules or 'none'}; "
+                f"{self.priced} cuts into stages priced")
 
 
 def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
