@@ -34,7 +34,7 @@ from .errors import (
 )
 from .profile import QUICK_S
 
-# Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
+# By what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
     SearchError: 3, FileError: 4, PlanError: 4, ShardingError: 4, ScheduleError: 4, TraceError: 4,
     CheckpointError: 4,
@@ -211,7 +211,7 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, or what it says; never what JSON does not know, like NaN."""
+    """The value of a pin: a number or a text, but nothing that JSON lacks, like NaN."""
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -270,7 +270,7 @@ def _module(place: str) -> ModuleType:
 
 
 def _refuse_out(options: argparse.Namespace) -> None:
-    """Before any work: a file that is there stays, and nothing else is written over at all."""
+    """Refuse, before any work, an output path where something is that may not be replaced."""
     out = getattr(options, "out", None)
     if out and os.path.lexists(out) and not (options.force and files.is_regular(out)):
         fix = "add --force" if files.is_regular(out) else "name a file"

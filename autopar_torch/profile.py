@@ -147,7 +147,7 @@ class Curve(Struct, frozen=True, forbid_unknown_fields=True):
         refuse(not increase(sizes), f"points at {sizes} bytes, which must increase")
 
     def seconds(self, num_bytes: float) -> float:
-        """On straight lines between the points; beyond them the last line goes on."""
+        """Read off straight lines between the points; beyond them the last line goes on."""
         points = self.points
         if len(points) == 1:
             return points[0][1]

@@ -96,7 +96,7 @@ def _simulated(choices: Sequence[Choice], graph: ModelGraph, profile: Profile,
 def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, cluster: Cluster,
            limits: Constraints) -> Known:
-    """From the cache, else measured now."""
+    """What was measured before, from the cache; else it is measured now."""
     path = cache_path(_fingerprint(traced, call, cluster, limits))
     cached = _load(path, Known) if world.rank == 0 else None
     cached = world.told(cached, Known | None)  # type: ignore[arg-type]

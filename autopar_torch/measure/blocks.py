@@ -211,7 +211,7 @@ def _runner(need: CellNeed, block: Block, traced: Traced, axes: Sequence[Axis],
 
 def _random(slot: str, info: TensorInfo, need: CellNeed, axes: Sequence[Axis],
             device: torch.device) -> Tensor:
-    """A parameter or an input, this rank's part of it."""
+    """Random values for this rank's part of a parameter or an input."""
     shape = list(info.at(need.rows))
     if need.sharding is not None and slot in need.sharding.forms:
         form = parse_forms(need.sharding.forms[slot])

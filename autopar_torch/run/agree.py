@@ -79,7 +79,7 @@ def plain(value: object) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bytes of a tensor, in their order."""
+    """A number for the bytes of a tensor, in their order."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.is_cuda:
         return zlib.crc32(cast(Any, flat.view(torch.uint8).numpy()))
@@ -103,7 +103,7 @@ def weighed(flat: Tensor) -> int:
 
 def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
                 **asked: object) -> None:
-    """All ranks run the same code on the same model and were asked for the same."""
+    """Refuse ranks that run other code, have another model, or were asked for something else."""
     if world.size == 1:
         return
     facts = {**_code(), "device": device.type, "plan": _plan_text(plan), **_environment()}

@@ -60,7 +60,7 @@ def cut() -> None:
 
 
 def show_stacks() -> None:
-    """Where every thread of this rank is."""
+    """Print where every thread of this rank is."""
     with contextlib.suppress(ValueError, OSError, AttributeError):  # there may be no stderr
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 

@@ -33,7 +33,7 @@ _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has not
 
 @cache
 def attend() -> None:
-    """From now on, at every step of every optimizer."""
+    """Hook into every step of every optimizer from now on."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 

@@ -220,7 +220,7 @@ def _marked(result: Any, spread: Spread | None) -> Any:
 
 
 def _aligned(values: Iterable[Any], in_place: bool) -> tuple[Spread | None, list[Any]]:
-    """Arguments as parts that lie alike, and how; or all of them whole."""
+    """The arguments as parts that are cut alike, and their spread; or all of them whole."""
     values = list(values)
     target = values[:1] if in_place else values
     try:
@@ -369,7 +369,7 @@ def _grad(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _outlined(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where only shape and type count."""
+    """Run a function of which only the shape and type of arguments matter."""
     outlines = [torch.empty(x.spread.shape, dtype=x.dtype, device="meta")
                 if isinstance(x, Sharded) else x for x in args]
     return func(*outlines, **kwargs)

@@ -77,7 +77,7 @@ class Member(Struct, frozen=True):
             return cls(rank, host, f"{host} {pid}", pid)
 
     def state(self, other: Member) -> str:
-        """Of another process, as /proc has it: T (stopped), Z (dead), X where there is none; ""
+        """State of another process in /proc: T (stopped), Z (dead), X if there is none; ""
         where it cannot be seen from here."""
         if self.machine != other.machine:
             return ""

@@ -123,7 +123,7 @@ def sweep(folder: Path, kept: str = "", rank: int = 0, size: int = 1) -> None:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """From here on this is the checkpoint."""
+    """Make this the checkpoint of the folder, by one rename: before it, the old one is in force."""
     check(manifest, folder)
     for file in manifest.files:
         _same_size(folder, file)

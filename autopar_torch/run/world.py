@@ -52,8 +52,8 @@ def _join() -> None:
 
 
 def _leave(group: dist.ProcessGroup | None) -> None:
-    """At the end of a script that did not fail: on a busy machine, a process that ends while its
-    groups are open can be aborted by their threads."""
+    """Close the groups at the end of a script that did not fail: on a busy machine, threads of
+    open groups can abort a process that ends."""
     if dist.group.WORLD is group and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ class Atom(NamedTuple):
 
 
 def atoms(boxes_of: Mapping[int, Sequence[Box]]) -> list[Atom]:
-    """Of rank -> the boxes it has; in an order that is the same on every rank."""
+    """The atoms of `boxes` (rank -> the boxes it has), in the same order on every rank."""
     parts: dict[tuple[Box, ...], list[int]] = {}
     for rank in sorted(boxes_of):
         own = tuple(box for box in boxes_of[rank] if all(box[1]))

@@ -282,8 +282,8 @@ class Lowering:
         return self._plain(node, choice, {**ready, bias: shared})
 
     def _linear(self, node: fx.Node, choice: OpWay | None, ready: Ready) -> fx.Node | None:
-        """By a parameter, in a ring or whole. Where results are partial sums, each rank adds a
-        share of the bias."""
+        """A linear by a parameter, in a ring or not. If its results are partial sums, each rank
+        adds a share of the bias."""
         x, weight, bias = (ShapedOp(node).arg(place) for place in OPERANDS[op_name(node)])
         ring = choice.ring if choice is not None else None
         leaf = _is_parameter(ready[weight]) and weight.meta["info"].grad

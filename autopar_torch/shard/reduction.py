@@ -55,7 +55,7 @@ class Share(NamedTuple):
         return start, min(start + self.rows, self.local[0])
 
     def boxes(self, shape: tuple[int, ...]) -> list[Box]:
-        """Rectangles of the full tensor, in the order in which they lie in what is owned."""
+        """Rectangles of the full tensor, in the order in which they lie in the owned rows."""
         boxes = self.holding.boxes(shape)
         if not self.zero:
             return boxes
@@ -92,7 +92,7 @@ def shares_of(plan: Plan, graph: ModelGraph, rank: int,
 
 def boxes_of(plan: Plan, graph: ModelGraph, name: str,
              everyone: list[LocalParam]) -> dict[int, list[Box]]:
-    """Rank -> what it keeps of a parameter."""
+    """Rank -> the boxes that it keeps of a parameter."""
     shape = graph.params[name].shape
     teams: dict[tuple[object, ...], Team] = {}
     found = {}

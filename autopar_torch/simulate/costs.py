@@ -62,7 +62,7 @@ class RankCost:
     gathers: tuple[tuple[tuple[int, ...], float], ...]  # at the start of a step: (team, bytes)
     param_bytes: float
     grads: tuple[float, ...]  # bytes that come with the backward of each block
-    added_bytes: float  # of them, to what is there from the micro-batch before
+    added_bytes: float  # of these, bytes that are added to earlier gradients
     owned_bytes: float
     largest_bytes: float
     num_tensors: int

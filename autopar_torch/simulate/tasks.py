@@ -170,7 +170,7 @@ class StepTasks:
             self._compute(rank, str(action), held_s)
 
     def _send(self, index: int, replica: Replica, action: Action) -> None:
-        """In the background: the sender hands it over and goes on, the receiver waits for it."""
+        """Send in the background: the sender posts and goes on, the receiver waits for it."""
         cost = self.costs.stage(index, action.stage, _rows(self.rows[index][action.micro_batch]))
         size = cost.send_bytes if action.op is Op.SEND_F else cost.back_bytes
         here = replica.stages[action.stage].devices
@@ -227,7 +227,7 @@ class StepTasks:
                     self._join(cost.rank, team, "gather", curve.seconds(size), _load(curve))
 
     def _sum_now(self, ranks: Sequence[RankCost], block: int | None = None) -> None:
-        """Sums that this rank waits for: of all steady buckets, or of those complete with a block.
+        """Sum buckets while the rank waits: all steady ones, or those that a block completes.
 
         ZeRO 2 and 3 keep no whole gradients from one micro-batch to the next; and messages between
         two ranks go one after another, so what ZeRO 3 gathers next waits for what it sent before.

@@ -52,7 +52,7 @@ def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
 
 
 def cells_of(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[CellNeed]:
-    """Of one plan, as often as they occur."""
+    """The cells of one plan, each as often as it occurs."""
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):

@@ -161,7 +161,7 @@ def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, .
 
 
 def _work(action: Action, count: int) -> int:
-    """The field of `Pipeline` that tells how long it takes."""
+    """The number of the `Pipeline` field with the seconds of an action."""
     if action.op in (Op.F, Op.I) or 0 < action.micro_batch < count - 1:
         return OPS.index(action.op)
     return 4 + 2 * (action.micro_batch == count - 1) + (action.op is Op.W)

@@ -138,7 +138,7 @@ def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Of the values of a loss: one for each element, or one a row."""
+    """Shape of the values of a loss: one value for each element, or one for each row."""
     empty = {n: torch.empty(info_of(n).shape, dtype=getattr(torch, info_of(n).dtype), device="meta")
              for n in node.all_input_nodes}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), empty.__getitem__)
