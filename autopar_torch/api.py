@@ -134,7 +134,7 @@ def case(
     constraints: Constraints | Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
 ) -> Case:
-    """What `plan` searches, so that it can be asked why, and what if."""
+    """The search that `plan` makes, kept so that `why` can repeat it with something changed."""
     limits = _limits(constraints, precision)
     traced, num_rows = _traced(model, example_inputs, loss_fn, limits.precision, global_batch_size)
     limits = _uncoupled(limits, traced, tell=True)
@@ -167,8 +167,8 @@ def measure(
     seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
 ) -> measuring.Known:
-    """What planning for this model needs to know of the machines torchrun started. With more
-    `seconds` than usual, of recomputing too where no plan that may be the fastest does it."""
+    """Measure what planning for this model needs to know of the machines that torchrun started.
+    With more `seconds` than usual, recomputing is measured even if no close plan does it."""
     limits, seconds = _limits(constraints, precision), files.checked(seconds, Seconds, "seconds")
     rank, size = world.start()
     place = world.World(rank, size)
@@ -260,7 +260,7 @@ def _done_alone(limits: Constraints) -> Constraints:
 
 def _tell_unused(place: world.World, limits: Constraints, confirm: int, done: Constraints,
                  why: str) -> None:
-    """Say what was asked of a search that does not take place, and is not done all the same."""
+    """Warn of what was asked of a search, if there is no search and it is not done anyway."""
     usual = Constraints()
     names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
     names += ["confirm"] if confirm else []
@@ -282,7 +282,7 @@ class _Request(NamedTuple):
 
 def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
              asked: _Request) -> None:
-    """Trace, plan, hand out the parameters, and try the programs that were not made just now."""
+    """Trace, plan, hand out the parameters, try the programs if shardings came with the plan."""
     try:
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
@@ -324,7 +324,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
                           max(KEPT, asked.confirm))
     for plan in (choice.plan for choice in found.choices):
-        verify.check(plan, traced)  # what is kept of an earlier run is a file as others are
+        verify.check(plan, traced)  # a plan from the cache is checked like any other file
     if asked.confirm > 0:
         found = confirmed(parallel, found, asked.confirm, traced, call, tensors)
     parallel.found = found
@@ -346,8 +346,8 @@ def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) ->
 
 
 def _tell(plan: Plan, traced: Traced) -> None:
-    """Say what will run, and what of it was asked for in vain."""
-    log.info("plan: %s", plan.describe())
+    """Log what will run, and what cannot be split."""
+    log.info("training with: %s", plan.describe())
     if plan.shardings and traced.graph.replicated_ops:
         log.info("whole on every rank of a tensor group, as no rule splits them: %s",
                  ", ".join(traced.graph.replicated_ops))

@@ -23,7 +23,7 @@ from . import errors, files
 from .errors import AutoparError, FileError, PlanError
 from .profile import QUICK_S
 
-# Of what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
+# By what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
     errors.SearchError: 3, FileError: 4, PlanError: 4, errors.ShardingError: 4,
     errors.ScheduleError: 4, errors.TraceError: 4, errors.CheckpointError: 4,
@@ -37,14 +37,14 @@ MODEL = "module:function or file.py:function; it is run, and returns (model, inp
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status says how it went."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    own = 0 if given[:1] == ["run"] else len(given)  # what follows `run` is for others
+    own = 0 if given[:1] == ["run"] else len(given)  # torchrun's and the script's
     given[:own] = [re.sub("(?<=[a-z])_", "-", a) if a.startswith("--") and "=" not in a else a
                    for a in given[:own]]
     parser = _parser()
     options, unknown = parser.parse_known_args(given)
     if unknown and options.command is not _run:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if unknown:  # options of torchrun come before the script
+    if unknown:  # options of torchrun, which come before the script
         options.rest = [*unknown, *options.rest]
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[autopar] %(message)s")
     try:
@@ -200,7 +200,7 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, or what it says; never what JSON does not know, like NaN."""
+    """The value of a pin: a number or a text, but nothing that JSON lacks, like NaN."""
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -259,7 +259,7 @@ def _module(place: str) -> ModuleType:
 
 
 def _refuse_out(options: argparse.Namespace) -> None:
-    """Before any work: a file that is there stays, and nothing else is written over at all."""
+    """Refuse, before any work, an output path where something is that may not be replaced."""
     out = getattr(options, "out", None)
     if out and os.path.lexists(out) and not (options.force and files.is_regular(out)):
         fix = "add --force" if files.is_regular(out) else "name a file"
@@ -282,5 +282,5 @@ def _lines(rows: Sequence[str]) -> int:
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would obey, whoever wrote it."""
+    """The text without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

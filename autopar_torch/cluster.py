@@ -91,8 +91,8 @@ SLOWEST = 1e-6  # of a speed that is left
 
 
 class Change(Struct, frozen=True, forbid_unknown_fields=True):
-    """From `at_s` on, what `name` denotes runs at `factor` of its speed (0: gone): `core 3`, the
-    core of a rank as `Cluster.core` numbers it, or `link 0`, what joins a node to the others."""
+    """From `at_s` on, a resource runs at `factor` of its speed (0: gone). `name`: `core 3`, the
+    core of a rank as `Cluster.core` numbers it, or `link 0`, which joins node 0 to the others."""
 
     at_s: Seconds
     name: Annotated[str, Meta(pattern=r"^(core|link) (0|[1-9][0-9]{0,8})$")]
@@ -138,7 +138,7 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return tuple(n for n, node in enumerate(self.nodes) for _ in node)
 
     def core(self, rank: int) -> int:
-        """A number that ranks on the same core have in common."""
+        """The number of a rank's core; ranks that share a core have the same one."""
         return self.cores[rank] if self.cores else rank
 
     def link(self, ranks: Sequence[int]) -> Link:
@@ -146,8 +146,8 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return self.inside if len({self.node_of[r] for r in ranks}) == 1 else self.across
 
     def place(self, ranks: Sequence[int]) -> str:
-        """How a group lies: equal texts, equal times. `2+2 on 4`: two ranks on each of two nodes,
-        on four cores."""
+        """How a group lies; groups with the same text take equal times. `2+2 on 4`: two ranks on
+        each of two nodes, on four cores."""
         counts = Counter(self.node_of[r] for r in ranks)
         cores = len({self.core(r) for r in ranks})
         return "+".join(map(str, sorted(counts.values()))) + f" on {cores}"
@@ -212,6 +212,6 @@ def named(text: str) -> Cluster:
 
 MOST_DEVICES = 2**17
 CPU_CORE = Device("CPU core", 4e10, 5e9, 4 * 2**30, "assumed")
-LOOPBACK = Link(1e-3, 1.4e9, 1.6)  # latency: mostly waiting for a rank that shares the cores
+LOOPBACK = Link(1e-3, 1.4e9, 1.6)  # latency: mostly waiting for ranks that share cores
 GPU = Device("A100-80", 312e12, 2e12, 80 * 2**30)
 NVLINK, INFINIBAND = Link(1e-5, 2e11), Link(2e-5, 2.5e10)

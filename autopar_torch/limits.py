@@ -26,13 +26,13 @@ Signed = Annotated[float, Meta(ge=-1e18, le=1e18)]  # bytes more or less than so
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Index = Annotated[int, Meta(ge=0, le=2**31)]
 Rank = Annotated[int, Meta(ge=0, le=2**20)]
-# Without what a terminal obeys instead of showing it.
+# Text without control characters, which a terminal would obey.
 _PLAIN = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*\Z"
 Name = Annotated[str, Meta(max_length=1000, pattern=_PLAIN)]
 
 
 def refuse(wrong: bool, what: str) -> None:
-    """What a noun says of itself when it is made; a file adds where that was."""
+    """Raise a NounError while a noun is made; for a file, the reader adds where it was."""
     if wrong:
         raise NounError(what)
 

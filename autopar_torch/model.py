@@ -108,7 +108,7 @@ class ModelGraph(Struct, frozen=True, dict=True):
 
     @property
     def unjoined(self) -> tuple[str, ...]:
-        """Those of them that replicas cannot do together."""
+        """The coupled ops that replicas cannot do together."""
         return tuple(op for op in self.coupled if op != "batch_norm")
 
     @property

@@ -1,4 +1,4 @@
-"""Plan: who does what. Replicas and stages are explicit; the uniform case has a constructor."""
+"""Plan: which device does what. Replicas and stages are explicit; `uniform` makes the even case."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def keeps_bfloat16(self) -> bool:
-        """Whether gradients are added up in less than what their parameters are kept in."""
+        """Whether gradients are added up in bfloat16, and not in the type of their parameters."""
         return (self.precision, self.grad_dtype) == ("bfloat16", "bfloat16")
 
     def sharding(self, stage: Stage, block: int) -> Sharding | None:
@@ -106,8 +106,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return self.shardings[number] if number >= 0 else None
 
     def whole(self, stage: Stage) -> bool:
-        """Whether the first part of a backward in two does it all: what the second one would need
-        undoes what recomputing saves, and only zero-bubble is asked for by who has the memory."""
+        """Whether the input part of a split backward does all of it. Keeping values for a weight
+        part would undo what recomputing saves; only zero-bubble keeps them."""
         return stage.recompute and self.schedule != "zero_bubble"
 
     @staticmethod
@@ -167,8 +167,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """Rows of every micro-batch of every replica; sizes differ by one row at most.
 
-        Replicas that take equally many go on doing so where there are fewer rows than that, as they
-        meet in every micro-batch; those for which no row is left take none.
+        If all replicas take the same number of micro-batches, they still do so in a batch of fewer
+        rows, as they communicate in each; a micro-batch without rows is left out.
         """
         counts = [replica.num_micro_batches for replica in self.replicas]
         if len(set(counts)) == 1:
@@ -181,14 +181,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
                 for count in counts]
 
     def describe(self) -> str:
-        """One line a person can read."""
-        shape = " | ".join(
-            "-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
-            + f" m{replica.num_micro_batches}"
-            for replica in self.replicas
-        )
+        """One line a person can read; stages that follow each other are joined by `-`."""
+        shapes = ["-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
+                  + f" device(s), {replica.num_micro_batches} micro-batch(es)"
+                  for replica in self.replicas]
+        shape = " | ".join(shapes if len(set(shapes)) > 1 else shapes[:1])
         tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
-        return f"{len(self.replicas)} replica(s) of stages {shape}; {tail} ({self.reason})"
+        return f"{len(self.replicas)} replica(s) of stages on {shape}; {tail} ({self.reason})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)
@@ -263,7 +262,7 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
 
 
 def peers(plan: Plan, block: int, rank: int) -> tuple[int, ...]:
-    """Ranks at the place of this one, in the stages of all replicas that have a block."""
+    """The ranks that have this rank's place in the stages with this block, one per replica."""
     stages = [next(s for s in replica.stages if s.blocks and s.blocks[0] <= block < s.blocks[1])
               for replica in plan.replicas]
     place = next(s.devices.index(rank) for s in stages if rank in s.devices)
@@ -291,7 +290,7 @@ def check_joint(plan: Plan, graph: ModelGraph) -> None:
 
 
 def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:
-    """One for each block, of its kind and on the stage's mesh."""
+    """Each block of a stage has a sharding of its kind, on the mesh of the stage."""
     first, last = stage.blocks or (0, 0)
     numbers = stage.shardings
     if numbers is None:

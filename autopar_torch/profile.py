@@ -22,8 +22,8 @@ Number = TypeVar("Number", int, float)
 Source = Literal["datasheet", "derived", "measured"]
 SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
 RECOMPUTE = "/again"  # in keys of programs whose backward recomputes forward
-EXCHANGE_CORE = 0.5  # of a core, where it was not measured
-QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
+EXCHANGE_CORE = 0.5  # part of a core, if it was not measured
+QUICK_S = 8.0  # seconds of measuring close plans well, after a look at everything
 
 
 class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
     rows: Count
     forward_s: Seconds
     backward_s: Seconds
-    input_s: Seconds = 0.0  # the part of backward that the stage before waits for
+    input_s: Seconds = 0.0  # the part of the backward that the stage before waits for
     weight_s: Seconds = 0.0
     comm_forward_s: Seconds = 0.0
     comm_backward_s: Seconds = 0.0
@@ -44,12 +44,12 @@ class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
     kept_bytes: Amount = 0.0  # what forward leaves for backward, what it returns included
     forward_bytes: Amount = 0.0  # most that forward needed at once
     backward_bytes: Signed = 0.0  # most that backward needed at once, beyond what was kept
-    added_s: Delta = 0.0  # how much longer backward takes where gradients are there already
+    added_s: Delta = 0.0  # by how much backward is longer if it adds to gradients that are there
     stash_bytes: Signed = 0.0  # what the input part of a split backward leaves for the weight part
 
     @property
     def recomputed(self) -> BlockCost:
-        """The same with forward computed again in backward, and only the results kept."""
+        """The same with recompute: backward runs forward again, and only its results are kept."""
         return replace(
             self,
             backward_s=self.backward_s + self.forward_s,
@@ -99,7 +99,7 @@ def merged(costs: Iterable[BlockCosts]) -> tuple[BlockCosts, ...]:
 
 
 def few(values: Sequence[Number], most: int) -> list[Number]:
-    """At most so many of some sorted values, the ends included: those to know of a line."""
+    """At most so many of some sorted values, with both ends: the points of a line to measure."""
     if len(values) <= most:
         return list(values)
     return sorted({values[i * (len(values) - 1) // (most - 1)] for i in range(most)})
@@ -118,7 +118,7 @@ def _scaled(cost: BlockCost, rows: int) -> BlockCost:
 
 
 def _between(a: BlockCost, b: BlockCost, rows: int) -> BlockCost:
-    """What is never negative does not become so beyond the points."""
+    """A value on the line through two points; beyond the points it does not become negative."""
     share, values = (rows - a.rows) / (b.rows - a.rows), []
     for x, y in zip(astuple(a)[1:], astuple(b)[1:], strict=True):
         value = x + share * (y - x)
@@ -129,9 +129,9 @@ def _between(a: BlockCost, b: BlockCost, rows: int) -> BlockCost:
 class Curve(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of one communication over its size, for one kind of group.
 
-    `core` is what it takes of each rank's core meanwhile, `beside` what is left of its speed where
-    that computes, `held` the part of a message's time that holds up its sender, and its receiver
-    too: handing it over, asking for it.
+    `core`: part of each rank's core that it takes. `beside`: part of its speed that is left while
+    that core computes. `held`: part of a message's time for which posting it blocks its sender, and
+    as long its receiver.
     """
 
     op: Annotated[str, Meta(pattern=r"^(sum|scatter|gather|send)$")]
@@ -147,7 +147,7 @@ class Curve(Struct, frozen=True, forbid_unknown_fields=True):
         refuse(not increase(sizes), f"points at {sizes} bytes, which must increase")
 
     def seconds(self, num_bytes: float) -> float:
-        """On straight lines between the points; beyond them the last line goes on."""
+        """Read off straight lines between the points; beyond them the last line goes on."""
         points = self.points
         if len(points) == 1:
             return points[0][1]
@@ -161,7 +161,7 @@ class Curve(Struct, frozen=True, forbid_unknown_fields=True):
 class Overheads(Struct, frozen=True):
     """What a step costs beside its blocks, on one rank.
 
-    What only older files say of it (`meet_s`) is passed over.
+    A field of older files (`meet_s`) is ignored.
     """
 
     step_s: Seconds = 0.0  # once per step: taking the batch, handing the gradients over
@@ -188,11 +188,11 @@ Quantiles = Annotated[tuple[Slowdown, ...], Meta(min_length=1, max_length=10**4)
 class Jitter(Struct, frozen=True, forbid_unknown_fields=True):
     """How computing time varies on this machine, as quantiles of factors around what is usual.
 
-    Whoever waits for several ranks waits for the slowest, so a step takes longer than medians say.
+    A rank that waits for several waits for the slowest, so a step is longer than medians say.
     """
 
-    rank: Quantiles = (1.0,)  # of one rank in one step, beside what all ranks usually take
-    block: Quantiles = (1.0,)  # of one block beside the rest of its step
+    rank: Quantiles = (1.0,)  # one rank in one step, over what all ranks usually take
+    block: Quantiles = (1.0,)  # one block, over the rest of its step
 
     @property
     def quiet(self) -> bool:
@@ -207,7 +207,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     curves: tuple[Curve, ...] = ()
     overheads: Overheads = Overheads()
     jitter: Jitter = Jitter()
-    noise: dict[str, Factor] = {}  # what stayed uncertain: the relative error of its median
+    noise: dict[str, Factor] = {}  # times that stayed uncertain: the relative error of each median
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class CurveNeed(Struct, frozen=True):
 
 
 class Lookup:
-    """A profile by name; says what was not measured instead of guessing."""
+    """Looks numbers up in a profile; raises an error for what was not measured."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -273,11 +273,11 @@ class Lookup:
         return self.curves[op, group]
 
     def card(self, rank: int) -> str:
-        """What a rank's messages leave its node by: the same for all of its ranks, as measured."""
+        """The network card of a rank: one for all ranks of its node, as measured."""
         return f"link {self.profile.cluster.node_of[rank]}"
 
     def exchange_core(self, ranks: Sequence[int]) -> float:
-        """How busy exchanging inside a tensor group keeps the core of each of its ranks."""
+        """Part of a core that each rank of a tensor group uses while the group exchanges."""
         if not self.curves:
             return EXCHANGE_CORE
         curve = self.curves.get(("sum", self.profile.cluster.place(ranks)))

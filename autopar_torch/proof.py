@@ -10,7 +10,7 @@ from autopar_torch.schedule import RECEIVES, SENDS, Action, Op, Schedule, num_po
 
 
 def check(schedule: Schedule, num_micro_batches: int) -> None:
-    """Raise a ScheduleError unless every position can run its list to the end, and rightly."""
+    """Raise a ScheduleError unless the lists are complete and each can run to its end."""
     if len(schedule.actions) != num_positions(schedule.position_of):
         raise ScheduleError(f"{len(schedule.actions)} lists of actions for other positions")
     _check_complete(schedule, num_micro_batches)
@@ -35,7 +35,7 @@ def _check_complete(schedule: Schedule, num_micro_batches: int) -> None:
 def _expected(schedule: Schedule, num_micro_batches: int) -> dict[Action, int]:
     """Every action of a complete schedule -> its position.
 
-    The lists say themselves whether they train, and which backwards they split in two.
+    Whether they train, and which backwards they split in two, is read off the lists.
     """
     found = {action for actions in schedule.actions for action in actions}
     trains = any(action.op in (Op.B, Op.I, Op.W, Op.REDUCE) for action in found)
@@ -75,7 +75,7 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def _effects(action: Action) -> set[Action]:
-    """A whole backward counts as both its halves, so that needs speak of halves only."""
+    """A whole backward counts as both of its halves, so that needs name halves only."""
     halves = (Op.I, Op.W) if action.op is Op.B else (action.op,)
     return {action._replace(op=op) for op in halves}
 

@@ -1,9 +1,9 @@
-"""Who runs what, in which order: a pipeline schedule as lists of actions.
+"""What each position runs, in which order: a pipeline schedule as lists of actions.
 
 A *position* is one device group of the pipeline; it may hold several virtual stages. `build` plays
 the pipeline with unit times, each kind of schedule being one rule that says when an action may
 start. So a list comes from a run that finished: it cannot deadlock. `proof.py` shows the same
-of any list, whoever wrote it.
+of any list, also of one that is not made here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from autopar_torch.errors import ScheduleError
 
-AHEAD = 6  # actions, a round of 1F1B: so early a receive is asked for at most
+AHEAD = 6  # actions, a round of 1F1B: a receive is posted at most so early
 
 
 class Op(StrEnum):
@@ -37,7 +37,7 @@ class Op(StrEnum):
     REDUCE = "REDUCE"  # the gradients of a stage, summed over its replicas
 
 
-# transfer -> (how far away the other stage is, what that one does)
+# transfer -> (distance to the other stage, what the other stage does)
 _ENDS = {
     Op.SEND_F: (+1, Op.RECV_F),
     Op.RECV_F: (-1, Op.SEND_F),
@@ -88,8 +88,8 @@ class Schedule:
 
     @cached_property
     def acknowledged(self) -> dict[Action, list[Action]]:
-        """Receive -> the sends of its position that have arrived when it has: the other side took
-        them before it sent."""
+        """Receive -> earlier sends of its position that have arrived by then: the other side took
+        them before it sent this."""
         taken: dict[Action, list[Action]] = {}
         for actions in self.actions:
             sends: defaultdict[int, list[Action]] = defaultdict(list)  # of each peer, taken here
@@ -204,10 +204,10 @@ def _interleaved(progress: _Progress, action: Action) -> bool:
 
 
 def _preference(action: Action, group: int) -> tuple[int, int, int, int]:
-    """What a position does first of all that may start: the smallest.
+    """The order among actions that may start: a position takes the one with the smallest key.
 
-    Forwards feed the stages after this one, so a rule limits them and they go first; W feeds
-    nobody. Then by group of micro-batches, and along the pipeline.
+    Forwards feed the stages after this one, so a rule limits them and they go first; nothing waits
+    for W. Then by group of micro-batches, and along the pipeline.
     """
     stage, op, micro_batch = action
     kind = {Op.F: 0, Op.W: 2}.get(op, 1)

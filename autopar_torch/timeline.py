@@ -84,7 +84,7 @@ Interval = tuple[float, float]
 
 
 def merged(spans: Iterable[Span]) -> list[Interval]:
-    """Where at least one of the spans is under way."""
+    """The intervals in which at least one of the spans is under way."""
     return _union([(s.start_s, s.end_s) for s in spans])
 
 

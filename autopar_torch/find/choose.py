@@ -31,7 +31,7 @@ from .session import cluster_of
 
 Noun = TypeVar("Noun", Known, Result)
 log = logging.getLogger("autopar_torch")
-DRAWS = 7  # of steps whose times vary as measured
+DRAWS = 7  # simulated steps, whose computing times vary as measured
 
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
@@ -48,7 +48,7 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
                   kept: int) -> Result:
-    """An equal question has an equal answer, which the cache may know."""
+    """The answer that the cache has for an equal question, if any."""
     key = _hashed(files.encode(graph), files.encode(known), files.encode(limits),
                   f"{num_rows} {kept} {_sources()}".encode())
     path = cache_path(f"plan-{key}")
@@ -65,8 +65,8 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
          kept: int = KEPT) -> Result:
     """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured, the engine would only repeat the walk. What the search took to fit,
-    the engine may find too large: then the search is asked for less.
+    Where nothing was measured, the engine would only repeat the walk. The engine may predict more
+    bytes than the search: if no plan fits then, the search is repeated with less memory.
     """
     num_kept = kept if known.profile.assumed else max(kept, MOST_KEPT)
     result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=num_kept)
@@ -96,7 +96,7 @@ def _simulated(choices: Sequence[Choice], graph: ModelGraph, profile: Profile,
 def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, cluster: Cluster,
            limits: Constraints) -> Known:
-    """From the cache, else measured now."""
+    """What was measured before, from the cache; else it is measured now."""
     path = cache_path(_fingerprint(traced, call, cluster, limits))
     cached = _load(path, Known) if world.rank == 0 else None
     cached = world.told(cached, Known | None)  # type: ignore[arg-type]
@@ -125,8 +125,8 @@ def cache_path(fingerprint: str) -> Path:
 
 
 def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
-    """Equal where a profile may be used again: model, machines, versions, batch, and what of it all
-    was looked at: only what some plan within the limits needs is measured."""
+    """Equal where a profile may be used again: of the same model, machines, versions and batch, and
+    the same limits: only what some plan within the limits needs is measured."""
     rest = f"{torch.__version__} {torch.version.cuda} {call.num_rows} {FORMAT}"
     return _hashed(*map(files.encode, (traced.graph, cluster, limits)), rest.encode())
 
@@ -136,14 +136,14 @@ def _hashed(*parts: bytes) -> str:
 
 
 def _sources() -> str:
-    """What an answer depends on beside the question: how it is found."""
+    """The sources of measuring and searching: with other code the answer may differ."""
     package = Path(__file__).resolve().parent.parent
     sources = sorted(p for folder in ROOMS for p in (package / folder).glob("*.py"))
     return _hashed(*(p.read_bytes() for p in sources))
 
 
 ROOMS = (".", "search", "simulate", "shard", "run", "find")
-FORMAT = 21  # of what a profile means: changes with the measuring code
+FORMAT = 21  # raised when a number in a profile gets another meaning
 
 
 def _load(path: Path, kind: type[Noun]) -> Noun | None:

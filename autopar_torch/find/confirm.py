@@ -23,14 +23,14 @@ from ..shard.watch import between, stamp
 from ..trace import Traced
 from ..trace.call import Call
 
-# (rounds, factor): whoever is slower by more than that than the best then stops.
+# After so many rounds a plan stops that is slower than the best by more than the factor.
 CUTOFFS = ((3, 1.3), (8, 1.12), (16, 1.06), (32, 1.04), (64, 1.02), (128, 1.0))
-UNWATCHED = Guards(batches=False, nan=False, drift_every=0)  # it is not the user's training
-ENOUGH_S = 45.0  # then no further rounds begin
+UNWATCHED = Guards(batches=False, nan=False, drift_every=0)  # a trial is not the user's training
+ENOUGH_S = 45.0  # after this long no further rounds begin
 
 
 class StepRunner(Protocol):
-    """Someone who steps, and notes how long each step took."""
+    """It runs steps, and notes how long each step took."""
 
     seconds: list[float]
 
@@ -40,8 +40,8 @@ class StepRunner(Protocol):
 def race(runners: Sequence[StepRunner], cutoffs: Iterable[tuple[int, float]], world: World,
          stays: Collection[int] = (),
          enough_s: float = math.inf) -> list[list[float]]:
-    """Steps in turn, the order drawn anew each round; who is far behind stops. The seconds of each
-    runner, round by round; all ranks must call this."""
+    """Run steps in turn, in a new random order each round; a runner that is far behind stops.
+    Returns the seconds of each runner, round by round. All ranks must call this."""
     begin = time.perf_counter()
     for runner in runners:
         runner.timed()
@@ -65,7 +65,7 @@ def race(runners: Sequence[StepRunner], cutoffs: Iterable[tuple[int, float]], wo
 
 
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Round by round, what the last of the ranks took: a step is over when all are done with it."""
+    """Seconds of the slowest rank in each round: a step is over when all ranks are done with it."""
     return [max(times) for times in zip(*ranks, strict=True)]
 
 
@@ -91,7 +91,7 @@ class _PlanTrial:
         self.optimizer.zero_grad()
 
     def timed(self) -> None:
-        """One more step, after one that is not timed: in training they follow each other."""
+        """Time one step, after one that is not timed: in training, too, a step follows another."""
         self.step()
         self.model.world.sum(torch.zeros((), device=self.model.device))
         start = stamp()

@@ -39,10 +39,10 @@ log = logging.getLogger("autopar_torch")
 MOST_TP = 8
 OLD_DAYS = 30  # drivers, clocks and neighbours change
 PROBED_ROWS = 3  # numbers of rows at which a program is measured
-MOST_KEPT = 64  # plans: of those that are measured it is not the formula that knows the best
+MOST_KEPT = 64  # plans that the search hands to the engine, which puts them in order
 LINK_ROUNDS, REFINE_ROUNDS, MOST_ROUNDS = 3, 2, 10
-CLOSE = (1.25, 1.15, 1.1)  # whoever is predicted to take so much longer may yet be the fastest
-MOST_NAMES = 3  # of what is too uncertain
+CLOSE = (1.25, 1.15, 1.1)  # a plan predicted slower by less than that may yet be the fastest
+MOST_NAMES = 3  # uncertain times that the warning names
 
 
 class Known(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def made_with() -> dict[str, str]:
-    """What times depend on beside the machines, and since when they are known."""
+    """The versions that times depend on, and the day of measuring."""
     return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda),
             "day": datetime.date.today().isoformat()}
 
@@ -96,8 +96,8 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
 
 def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,
              limits: Constraints, world: World, seconds: float) -> Profile:
-    """After rounds of what may be the fastest by what is known so far, until the time is over or
-    that is known well, and none of it derived."""
+    """The profile after more rounds of the plans that may be the fastest so far. They end when the
+    time is over or these plans are known well, with each of their cells measured, none derived."""
     profile = session.profile()
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
     while True:
@@ -108,7 +108,7 @@ def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num
         fresh = session.derives(blocks)
         session.refine(blocks, curves)
         if enough and not fresh:
-            return session.profile()  # with the noise of what is close
+            return session.profile()  # its noise lists what close plans run
         for done in range(REFINE_ROUNDS):
             if done and not fresh and _late(deadline, world):
                 break
@@ -122,8 +122,8 @@ def _known_well(session: Session) -> bool:
 
 def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_rows: int,
            limits: Constraints, factor: float, world: World) -> list[Plan]:
-    """Plans that may be the fastest by what is known so far. What only others need is known well
-    enough: that they are slower."""
+    """Plans that may be the fastest by what is known so far. All others are known well enough to be
+    slower, so what only they need is not measured again."""
     close: list[Plan] = []
     if world.rank == 0:
         try:
@@ -141,14 +141,14 @@ def name_noise(profile: Profile, world: World) -> None:
         return
     worst = sorted(profile.noise.items(), key=lambda item: -item[1])[:MOST_NAMES]
     log.warning("profile: %d of its times are uncertain by more than %.0f %% (%s), so the plan may "
-                "not be the best; close other programs and measure again (without the kept "
-                "profile), or for longer (`autopar measure --seconds`)", len(profile.noise),
+                "not be the best; close other programs and measure again (with AUTOPAR_CACHE "
+                "on an empty folder), or longer (`autopar measure --seconds`)", len(profile.noise),
                 100 * NOISE_LIMIT,
                 "; ".join(f"{name}: {error:.0%}" for name, error in worst))
 
 
 def _late(deadline: float, world: World) -> bool:
-    """Whether any rank is out of time: all leave together."""
+    """Whether any rank is out of time; then all ranks stop measuring together."""
     return any(world.gather(time.perf_counter() > deadline))
 
 
@@ -157,7 +157,7 @@ Needs = tuple[list[BlockNeed], list[CurveNeed]]
 
 def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows: int,
            world: World) -> Needs:
-    """What plans need; every rank asks for its share of them."""
+    """What plans need; every rank works out the needs of its share of the plans."""
     own = needs_of(plans[world.rank :: world.size], graph, cluster, num_rows)
     everyone = world.gather(own)
     blocks = dict.fromkeys(need for blocks, _ in everyone for need in blocks)
@@ -185,12 +185,12 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
 
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,
              limits: Constraints) -> list[Option]:
-    """Rank 0 solves with the links that all have measured; everyone gets its answer."""
+    """Rank 0 solves, with the links that all ranks measured; all ranks get its answer."""
     shapes = ways.meshes(cluster, min(world.size, MOST_TP), limits)
     groups = {ranks for mesh in shapes for ranks in ways.axis_ranks(mesh)}
     needs = [CurveNeed(op, ranks, size) for ranks in sorted(groups) for op in ("gather", "scatter")
              for size in (ways.SMALL, ways.LARGE)]
-    lines = Lines(needs, cluster, world, device, late=())  # inside of blocks
+    lines = Lines(needs, cluster, world, device, late=())  # as inside of blocks, where none is late
     lines.warm_up()
     for _ in range(LINK_ROUNDS):
         lines.round()

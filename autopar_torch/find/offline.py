@@ -50,7 +50,7 @@ def known_of(traced: Traced, num_rows: int, where: Where, limits: Constraints) -
 
 
 def _of_this(known: Known, traced: Traced) -> Known:
-    """What was measured, of no other model."""
+    """The measured profile, refused if it is of another model."""
     if known.model and known.model != digest(traced.graph):
         raise ProfileError(
             "another model was measured, or this one in another precision", where="cluster",
@@ -105,7 +105,7 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
 
 
 def slowest(cluster: Cluster) -> Device:
-    """The device that equal shares wait for."""
+    """The slowest device: with equal shares, all others wait for it."""
     return min(set(cluster.devices), key=lambda d: (d.flops_per_s, d.memory_bytes_per_s, d.name))
 
 

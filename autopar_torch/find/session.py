@@ -37,7 +37,7 @@ def session_on(cluster: Cluster, blocks: Sequence[BlockNeed], curves: Sequence[C
                traced: Traced, call: Call, tensors: Sequence[Tensor],
                buffers: Mapping[str, Tensor], world: World, device: torch.device,
                quick: bool = False) -> Session:
-    """The same for given needs. A `quick` one derives part of it until plans are close."""
+    """The same for given needs; with `quick`, what recomputes is not measured but derived."""
     meshes = {need.sharding.mesh for need in blocks if need.sharding}
     world.make_mesh_groups(sorted(meshes))
     names = [n for block in traced.graph.blocks for n in block.context.values()]
@@ -53,8 +53,8 @@ def cluster_of(world: World) -> Cluster:
 
 def _hull(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,
           device: torch.device) -> Callable[[], None]:
-    """What a step does once, whatever its stages are: nearly all of it but them, and no more than
-    there is without parameters (see `run/model.py`)."""
+    """What a step does once, however many stages and parameters it has: take the batch apart, run
+    the prologue, and hand the loss over (see `run/model.py`)."""
     args, kwargs = call.rebuild(tensors)
     anchor = torch.zeros((), device=device, requires_grad=True)
     nothing, alone = Schedule(((),), ()), Replica(())

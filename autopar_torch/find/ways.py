@@ -57,7 +57,7 @@ def _meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
 
 
 def axis_ranks(mesh: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of rank 0: its group on each axis of a mesh."""
+    """The group of rank 0 on each axis of a mesh."""
     groups, stride = [], 1
     for parts in reversed(mesh):
         groups.append(tuple(i * stride for i in range(parts)))
@@ -76,8 +76,8 @@ def link_of(profile: Lookup, ranks: tuple[int, ...]) -> Link:
 
 
 def hidden(profile: Lookup, groups: Sequence[tuple[int, ...]]) -> float:
-    """The part of a message that goes on under a matmul: the core is free for so much of it. On a
-    fast link the core copies all the time, on a slow one it waits."""
+    """The part of a message's time that a matmul can hide: the core is free meanwhile. On a fast
+    link the core copies all the time, on a slow one it mostly waits."""
     busy = max((profile.curve("gather", ranks).core for ranks in groups), default=0.0)
     return max(0.0, 1.0 - busy)
 
@@ -88,7 +88,7 @@ SPATIAL: dict[str, tuple[Spatial, ...]] = {
 
 
 def options(traced: Traced, mesh: tuple[int, ...], prices: Prices, rings: Spatial) -> list[Option]:
-    """Where the prices are for rings the plan without any is kept too: measuring decides."""
+    """Ways to split on a mesh. A way without rings is kept beside one with: measuring decides."""
     found = [option(traced, mesh, prices, spatial) for spatial in SPATIAL[rings]]
     return [o for i, o in enumerate(found) if o.shardings not in [x.shardings for x in found[:i]]]
 
@@ -120,7 +120,7 @@ def has_rings(option: Option) -> bool:
 
 def probes(candidates: Sequence[Candidate], options: Sequence[Option],
            num_blocks: int) -> list[Plan]:
-    """Plans that between them use every program and every group of the candidates."""
+    """Plans that together use every program and every group that some candidate uses."""
     found: dict[tuple[object, ...], Plan] = {}
     most = max(c.micro_batches for c in candidates)
     for c in candidates:
@@ -134,7 +134,7 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
               prices: dict[tuple[int, ...], Prices]) -> list[BlockCosts]:
-    """Costs by datasheet, with forward kept and with it recomputed."""
+    """Costs by datasheet, each with forward kept and with forward recomputed."""
     found: dict[tuple[str, str], BlockCosts] = {}
     for option in options:
         for block, sharding in zip(traced.graph.blocks, option.shardings, strict=True):

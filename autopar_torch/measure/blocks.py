@@ -27,14 +27,14 @@ from .stats import uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
-BACKWARDS = ("backward", "input", "added")  # how the backwards of a round run, in turn
-COPIES = 3  # of a repeated kind: its weights are then as cold as in the model
+BACKWARDS = ("backward", "input", "added")  # the backwards of a round take turns at these
+COPIES = 3  # copies of a repeated kind, so that weights are not in the cache, as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
 
 
 class Counted(NamedTuple):
-    """One run under the count: its moments, and the bytes of outputs and of their gradients."""
+    """One run whose bytes are counted: its moments, and bytes of outputs and of their gradients."""
 
     marks: tuple[int, int, int, int]
     out: int
@@ -48,7 +48,7 @@ class Runner:
     need: BlockNeed
     module: fx.GraphModule
     args: list[Any]
-    grads: list[Tensor]  # of the outputs that have one, made before anything is counted
+    grads: list[Tensor]  # of outputs that need one; made before bytes are counted
     outputs: tuple[Any, ...] = ()
     queue: WeightQueue = field(default_factory=WeightQueue)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Runner:
         return self.module(*self.args)
 
     def backward(self, how: str = "backward") -> None:
-        """Whole, "added" to gradients that are there, or only the "input" part of it."""
+        """All of it, or "added": onto gradients that are there, or "input": only that part."""
         ends = [y for y in self.outputs if isinstance(y, Tensor) and y.requires_grad]
         if not self.grads:
             self.grads = [torch.ones_like(y) for y in ends]
@@ -113,13 +113,13 @@ class TimedChain:
             self.runners += made
 
     def warm_up(self) -> None:
-        """Not timed."""
+        """Run all once, untimed."""
         for runner in self.runners:
             runner.run()
 
     def round(self) -> None:
-        """All forwards, then all backwards from the last: of the gradients of weights those that
-        are asked for late are mostly added to others, as at the end of a pipeline."""
+        """All forwards, then all backwards from the last. Most weight gradients that come late are
+        added to earlier ones, as at the end of a pipeline."""
         self.num_rounds += 1
         how = next(self.backwards)
         for runner in self.runners:
@@ -136,7 +136,7 @@ class TimedChain:
 
     @property
     def typical(self) -> Runner:
-        """A block of which there are several: in a round it comes after one of its kind."""
+        """A block of a kind of which there are several: one of its kind runs just before it."""
         kinds = Counter(runner.need for runner in self.runners)
         return [r for r in self.runners if r.need == kinds.most_common(1)[0][0]][-1]
 
@@ -177,11 +177,11 @@ class TimedChain:
 
     @property
     def columns(self) -> Columns:
-        """Of whole backwards: those in two parts would count twice."""
+        """Samples of whole backwards only: a backward in two parts would count twice."""
         return [r.samples[phase] for r in self.runners for phase in WHOLE if phase in r.samples]
 
     def _samples(self, need: BlockNeed, phase: str) -> list[Sample]:
-        """Of all its copies."""
+        """Samples of a cell, over all its copies."""
         return [s for r in self.runners if r.need == need for s in r.samples.get(phase, [])]
 
     def errors(self) -> dict[str, float]:
@@ -211,7 +211,7 @@ def _runner(need: BlockNeed, block: Block, traced: Traced, axes: Sequence[Axis],
 
 def _random(slot: str, info: TensorInfo, need: BlockNeed, axes: Sequence[Axis],
             device: torch.device) -> Tensor:
-    """A parameter or an input, this rank's part of it."""
+    """Random values for this rank's part of a parameter or an input."""
     shape = list(info.at(need.rows))
     if need.sharding is not None and slot in need.sharding.forms:
         form = parse_forms(need.sharding.forms[slot])
@@ -224,8 +224,8 @@ def _random(slot: str, info: TensorInfo, need: BlockNeed, axes: Sequence[Axis],
 
 
 def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
-    """Runs that add to gradients which are there: before, after forward and backward; and, in
-    another one, after the part of backward that others wait for."""
+    """Bytes are marked before a run, after its forward and after its backward; in another run after
+    the input part of its backward. Gradients are there already, so both runs add to them."""
     runner.forward()
     runner.backward()
     start = count.mark()

@@ -49,8 +49,8 @@ def recorded(prof: torch.profiler.profile) -> list[Storage]:
 class TensorBytes:
     """Counts what is allocated inside the `with`; `mark` notes moments to ask about later.
 
-    Threads of Gloo release some storages unseen by the profiler: one that is never released is left
-    out, so whatever is counted must be gone again at the end.
+    The profiler misses releases by threads of Gloo, so a storage that is never released is left
+    out. So whatever is to be counted must be released before the end.
     """
 
     moments: list[int] = field(default_factory=list)
@@ -93,8 +93,8 @@ class TensorBytes:
 
 
 def peak_of(step: Callable[[], object], lasting: Iterable[Tensor], repeats: int = 3) -> int:
-    """Of a training step: what lives between steps, and the most that one adds (a release that was
-    not seen makes it less)."""
+    """Peak of a training step: what lives between steps, and the most that a step adds (a release
+    that was not seen makes it less)."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}
     with TensorBytes() as count:
         marks = [count.mark()]

@@ -1,4 +1,4 @@
-"""What this run was started on: nodes, devices, and who shares a core."""
+"""What this run was started on: nodes, devices, and which ranks share a core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _core() -> str:
 
 
 def _machine() -> str:
-    """What was started at once, whose cores containers may share; else the node."""
+    """The machine by its last boot, as its containers may share cores; else the node."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if os.access(boot, os.R_OK) else _node()
 
@@ -60,7 +60,7 @@ def _gpu() -> Device:
 
 
 def cluster(gather: Callable[[tuple[str, str, Device]], list[tuple[str, str, Device]]]) -> Cluster:
-    """Everyone's `here`, brought together in rank order. Ranks of a node must be neighbours."""
+    """The cluster, from each rank's `here`, in rank order. Ranks of a node must be neighbours."""
     places = gather(here())
     nodes: dict[str, list[Device]] = {}
     for node, _, device in places:
@@ -75,7 +75,7 @@ def cluster(gather: Callable[[tuple[str, str, Device]], list[tuple[str, str, Dev
 
 
 def _part(device: Device, num_ranks: int) -> Device:
-    """CPU ranks share the memory of their node."""
+    """The bytes of one rank: CPU ranks share the memory of their node."""
     if torch.cuda.is_available():
         return device
     return Device(device.name, device.flops_per_s, device.memory_bytes_per_s,

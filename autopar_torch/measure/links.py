@@ -24,10 +24,10 @@ from .stats import trimmed_mean, uncertainty
 MOST_POINTS = 5
 FLUSH = 1 << 22
 T = TypeVar("T")
-LATE = ("sum", "scatter")  # what ends a step: ranks do not come to it together
+LATE = ("sum", "scatter")  # they end a step, when some ranks come later than others
 WARM_UP = 2  # rounds that are not timed
-PROBES, PROBE_BYTES = 12, 1 << 20  # to see how an exchange and computing share a core
-WIDTH, DEPTH = 192, 4  # of what is computed before a message or a meeting
+PROBES, PROBE_BYTES = 12, 1 << 20  # exchanges beside computing, to see how they share a core
+WIDTH, DEPTH = 192, 4  # of the layers that run before each message and collective
 
 
 class Places(Protocol):
@@ -46,12 +46,12 @@ class Places(Protocol):
 
 
 class Seen(NamedTuple):
-    """What one rank saw of a line."""
+    """What one rank measured of a line."""
 
     samples: dict[float, list[float]]  # seconds by size
-    rests: dict[float, list[float]]  # and from then on until all had met
+    rests: dict[float, list[float]]  # seconds from its end to the end of a barrier, by size
     probes: list[Probe]
-    held: list[float]  # parts of a message's time that held its ranks up
+    held: list[float]  # part of a message's time in which it blocks sender and receiver
 
 
 def meet(places: Places) -> None:
@@ -78,7 +78,7 @@ class Line:
         if self.axis is None:
             return
         for size in self.wanted:
-            torch.ones(FLUSH, device=self.device)  # as after a block: what is sent is not at hand
+            torch.ones(FLUSH, device=self.device)  # clears the cache, as a block does
             dist.barrier(group=self.axis.group)
             if self.op == "send":
                 self._message(size, self.axis)
@@ -89,14 +89,14 @@ class Line:
             self.seen.rests[size].append(between(done, stamp()))
 
     def probe(self) -> None:
-        """How it and computing share a core."""
+        """Measure how this communication and computing share a core."""
         if self.axis is not None and len(self.seen.probes) < PROBES:
             size = min(self.sizes[-1], PROBE_BYTES)
             self.seen.probes.append(probe(self.op, size, self.axis, self.device))
 
     def _collective(self, size: float, axis: Axis) -> None:
-        """Ranks come to it from other things, as in training. If `uneven`, each in turn comes later
-        than the rest: a rank that has slept is handed a long message more slowly."""
+        """Time one collective. Ranks compute before it, as in training. If `uneven`, one rank after
+        the other comes late: a rank that slept meanwhile receives a long message more slowly."""
         work = self._work(size, axis)
         self.other()
         if self.uneven and len(self.seen.samples[size]) % axis.parts == axis.index:
@@ -104,7 +104,7 @@ class Line:
         self.seen.samples[size].append(timed(work))
 
     def own(self, size: float) -> list[float]:
-        """Samples in which this rank waited for nobody."""
+        """Samples in which this rank came last, and so did not wait."""
         if self.axis is None or not self.uneven:
             return self.seen.samples[size]
         return self.seen.samples[size][self.axis.index :: self.axis.parts]
@@ -140,12 +140,12 @@ def _scatter(flat: Tensor, axis: Axis) -> None:
 
 def _to_and_fro(sent: Tensor, axis: Axis, first: int,
                 other: Callable[[], None]) -> tuple[float, float]:
-    """A message there and one of the same size back: the seconds of one way, as `first` sees them,
-    and those in which it hands its message over or asks for the other's.
+    """Send a message there and one of the same size back. Returns the seconds of one way, as rank
+    `first` measures them, and the seconds in which posting a send and a receive blocks this rank.
 
-    Each comes to a rank that waits for it, from a sender that has just done `other` things (for how
-    long it says itself): whoever wakes with other programs in its caches is slow, and so is who
-    hands over or asks, which comes after other things too. On a CPU receives are posted before.
+    A receiver waits for its message. A sender computes before it sends, so that its caches hold
+    other things, as in training; it sends along how long that took, to be taken off the time. On a
+    CPU receives are posted before that.
     """
     got, peer = torch.empty_like(sent), axis.ranks[1 - axis.index]
     starts, coming = axis.index == first, None
@@ -185,7 +185,7 @@ def _arrived(coming: Any, got: Tensor, other: int, axis: Axis) -> None:
 
 def _each(line: Line, seen: Sequence[Seen], size: float) -> list[float]:
     """Seconds of every exchange. Each rank has messages of its own. A collective lasts from when
-    its last rank comes to it until the last is done: another one where a link is slower one way."""
+    its last rank comes to it until the last rank is done, which may be another one."""
     columns = [own.samples[size] for own in seen]
     if line.op == "send":
         return [x for own in columns for x in own]
@@ -218,7 +218,7 @@ class Lines:
                       for key, (ranks, sizes) in sorted(groups.items())}
 
     def refine(self, needs: Sequence[CurveNeed]) -> None:
-        """From now on rounds are of what these need."""
+        """From now on a round measures only what these need."""
         asked: dict[tuple[str, str], set[float]] = {}
         for need in needs:
             asked.setdefault((need.op, self.cluster.place(need.ranks)), set()).add(need.num_bytes)
@@ -226,7 +226,7 @@ class Lines:
             line.refine(asked.get(key, ()))
 
     def round(self) -> None:
-        """Each in turn, everyone else idle."""
+        """Measure one line after the other; all other ranks are idle."""
         for line in self.lines.values():
             if line.wanted:
                 line.round()
@@ -235,7 +235,7 @@ class Lines:
                 meet(self.places)
 
     def warm_up(self) -> None:
-        """Its times do not count."""
+        """Rounds whose times are thrown away."""
         for _ in range(WARM_UP):
             self.round()
         for line in self.lines.values():

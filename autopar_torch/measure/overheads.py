@@ -13,7 +13,7 @@ from ..shard.parts import copy_rows, fill, flat_piece
 from .links import FLUSH, computing
 from .samples import timed
 
-MOST, SMALL = 1 << 25, 256  # elements: of all tensors together, and of a tensor of no size
+MOST, SMALL = 1 << 25, 256  # elements: of all tensors together at most; of each small tensor
 
 
 class Extras:
@@ -35,7 +35,7 @@ class Extras:
             "batch": batch,
             "context": context,
         }
-        # What runs first, as in a step: it decides what caches hold when a work begins.
+        # What runs before each of these in a step: it decides what the caches hold then.
         self.before: dict[str, Callable[[], object]] = {
             "update": lambda: torch.ones(FLUSH, device=device),
             "fill": lambda: torch.ones(FLUSH, device=device),
@@ -70,7 +70,7 @@ class Extras:
 
 
 def _capped(sizes: Sequence[int]) -> list[int]:
-    """The first of them that together are not too many; at least one."""
+    """The first tensors, as many as stay below the limit of elements; at least one."""
     ends = list(itertools.accumulate(sizes))
     fit = [size for size, end in zip(sizes, ends, strict=True) if end <= MOST]
     return fit or [min(MOST, min(sizes, default=SMALL))]

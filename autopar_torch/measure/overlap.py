@@ -1,4 +1,4 @@
-"""An exchange while its rank computes: what it takes of the core, what is left of its speed."""
+"""An exchange while its rank computes: how much of the core it takes, how fast it still is."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from ..shard.watch import between, stamp
 from .samples import timed
 from .stats import trimmed_mean
 
-PART = 0.8  # of an exchange's time is computed beside it, so that it still goes on then
-LEAST = 0.1  # of its speed: nothing starves; below that, what is lost is not told from noise
+PART = 0.8  # part of the exchange's time for which its rank computes, so that it ends after that
+LEAST = 0.1  # least part of its speed: below that, its loss cannot be told from noise
 
 Begin = Callable[[], list[Any]]
 
 
 class Exchange(NamedTuple):
-    """`ahead`: what is begun before its ranks meet, as receives are in training. One that is posted
-    as the message leaves has its sender's thread wait for a core that computes."""
+    """`ahead` is begun before the ranks meet, as receives are in training. If a receive is posted
+    only as the message leaves, the thread that sends waits for a core that computes."""
 
     begin: Begin
     ahead: Begin = list
 
 
 class Overlap(NamedTuple):
-    """`core`: what an exchange at full speed takes of a core. `speed`: what is left of its own."""
+    """`core`: part of a core it takes at full speed. `speed`: part of its speed that is left."""
 
     core: float
     speed: float
 
 
 class Probe(NamedTuple):
-    """What was seen once of an exchange and of computing beside it."""
+    """One measurement of an exchange with computing beside it."""
 
-    whole_s: float  # of the exchange alone
-    both_s: float  # in which it went on while its core computed
-    lost_s: float  # that the computing took longer, for each exchange beside it
-    rest_s: float  # that the exchange took after that
+    whole_s: float  # the exchange alone
+    both_s: float  # the exchange and the computing at once
+    lost_s: float  # by how much each exchange made the computing longer
+    rest_s: float  # the exchange, after the computing was done
 
 
 def probe(op: str, num_bytes: float, axis: Axis, device: torch.device) -> Probe:
     """Compute alone, then while an exchange goes on; all ranks of the axis call this.
 
-    So it counts what the process does, what the system does for it (a third of a core where packets
-    wait for their turn on a link), what both leave of the caches, and how long a message waits
-    until a thread gets the core. A message is seen by who receives it, and goes alone: with another
-    one the other way, answers would wait behind what is sent.
+    So it counts the work of the process, the work of the system for it (a third of a core where
+    packets queue for a link), the caches that both empty, and how long a message waits until a
+    thread gets the core. The receiver times a message, and no message goes the other way meanwhile:
+    behind one, acknowledgements would wait.
     """
     if op != "send":
         return _seen(_collective(op, num_bytes, axis, device), axis, device)
@@ -78,8 +78,8 @@ def _seen(exchange: Exchange, axis: Axis, device: torch.device) -> Probe:
 
 
 def overlap(probes: Sequence[Probe]) -> Overlap:
-    """Of what was lost the mean counts: some exchanges go on as if nobody computed, others stand
-    still until a thread gets the core."""
+    """Take the mean of the lost seconds: some exchanges go on as if no rank computed, others
+    stand still until a thread gets the core."""
     whole_s, both_s, lost_s, rest_s = map(trimmed_mean, zip(*probes, strict=True))
     speed = min(1.0, max(LEAST, (whole_s - rest_s) / both_s))
     return Overlap(min(1.0, max(0.0, lost_s) / both_s / speed), speed)
@@ -111,7 +111,7 @@ def _message(num_bytes: float, first: int, axis: Axis, device: torch.device) -> 
 
 def _computing(exchange: Exchange, products: int, a: Tensor, b: Tensor,
                axis: Axis) -> tuple[float, float]:
-    """Seconds of so many products with what it takes to begin, and of what is left to wait for."""
+    """Seconds of starting an exchange and so many products, and of waiting for it after that."""
     works = exchange.ahead()
     dist.barrier(group=axis.group)
     for _ in range(products):

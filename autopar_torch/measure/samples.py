@@ -10,7 +10,7 @@ from ..shard.watch import between, listen, stamp
 
 
 class Sample(NamedTuple):
-    """One run: on the clock, and the part of it exchanging."""
+    """One run: its seconds on the clock, and those of them that it exchanged."""
 
     wall_s: float
     comm_s: float
@@ -35,7 +35,7 @@ def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
 
 
 class Scales(NamedTuple):
-    """Factors from medians of single blocks to what they add up to."""
+    """Factors that bring medians of single blocks to the median of whole rounds."""
 
     compute: float = 1.0
     comm: float = 1.0
@@ -45,8 +45,8 @@ Columns = Sequence[Sequence[Sample]]  # per block and phase: its samples, one a 
 
 
 def scales(own: Columns) -> Scales:
-    """Whole rounds are what counts: their medians are met by the sum of the blocks. A core that is
-    throttled stops for milliseconds, a rank is late for milliseconds: seldom within a short block.
+    """Scale blocks so that they sum to the median of whole rounds. A throttled core stops for
+    milliseconds, a rank is late by milliseconds: medians of short blocks seldom show that.
     """
     compute = sum(median([s.compute_s for s in samples]) for samples in own)
     comm = sum(median([s.comm_s for s in samples]) for samples in own)
@@ -73,8 +73,8 @@ def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
 class Variation(NamedTuple):
     """How a chain of blocks varied on one rank."""
 
-    rounds: list[float]  # seconds computing in whole ones
-    single: list[float]  # factors of single runs beside their round, one on average
+    rounds: list[float]  # seconds of computing in whole rounds
+    single: list[float]  # factors of single runs over their round; their mean is 1
 
 
 def variation(own: Columns) -> Variation:
@@ -91,8 +91,8 @@ def variation(own: Columns) -> Variation:
 
 
 def slowdowns(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Factors of one chain's rounds around what its ranks usually take: a core that stays behind
-    the others for the whole session is seen too, which its own rounds alone would not tell."""
+    """Each round of a chain, on each rank, over the mean of the ranks' medians. So a core that is
+    slow for the whole session shows too; its own rounds alone would not tell."""
     seen = [rounds for rounds in ranks if rounds]
     usual = fmean([median(rounds) for rounds in seen]) if seen else 1.0
     return [seconds / max(usual, 1e-9) for rounds in seen for seconds in rounds]

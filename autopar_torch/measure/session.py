@@ -34,7 +34,7 @@ from .stats import NOISE_LIMIT, quantiles
 class Session:
     """What to measure, ready to be measured as often as is wanted. All ranks act together.
 
-    A `quick` one derives what recomputes forward from what keeps it, until it is asked for.
+    With `quick`, what recomputes is derived from what does not; `refine` measures it.
     """
 
     def __init__(self, traced: Traced, blocks: Sequence[BlockNeed], curves: Sequence[CurveNeed],
@@ -56,16 +56,16 @@ class Session:
         self.extras.warm_up()
 
     def _derivable(self, chain: Chain) -> bool:
-        """Whether the same blocks are measured with forward kept."""
+        """Whether a chain recomputes, and each of its blocks is measured with forward kept, too."""
         kept = set(self.asked.get(chain._replace(recompute=False), ()))
         return chain.recompute and all(_kept(need) in kept for need in self.asked[chain])
 
     def derives(self, blocks: Iterable[BlockNeed]) -> bool:
-        """Whether some of these were not measured yet."""
+        """Whether some of these cells were derived so far, not measured."""
         return any(chain not in self.chains for chain in _chains_for(self.asked, blocks))
 
     def _take_up(self, chains: Iterable[Chain]) -> None:
-        """Chains that are measured from now on; their first round does not count."""
+        """Measure these chains from now on; their first round does not count."""
         made = {
             chain: TimedChain(self.asked[chain], self.traced, self.axes(chain.mesh),
                           self.context(chain.rows), self.device)
@@ -85,14 +85,14 @@ class Session:
         self.chains |= made
 
     def refine(self, blocks: Iterable[BlockNeed], curves: Sequence[CurveNeed]) -> None:
-        """From now on rounds are of what these need; the rest was sampled enough."""
+        """From now on a round measures only what these need; the rest was sampled enough."""
         chains = _chains_for(self.asked, blocks)
         self._take_up(chains)
         self.wanted = [self.chains[chain] for chain in chains]
         self.lines.refine(curves)
 
     def round(self) -> None:
-        """Some more samples of all that is wanted, everyone busy with the same at the same time.
+        """Take more samples of all that is wanted. All ranks run the same at the same time.
 
         A chain runs its backwards in a row: in training too a block finds what a cache holds of it,
         since the micro-batch or the step before used it last.
@@ -109,7 +109,7 @@ class Session:
             self.extras.round()
 
     def profile(self) -> Profile:
-        """All that was seen so far, the same on every rank."""
+        """All that was measured so far, the same on every rank."""
         if not self.rounds or not all(chain.num_rounds for chain in self.chains.values()):
             raise ProfileError("nothing was measured of some blocks", where="Session.round",
                                fix="call round() at least once after focus()")
@@ -133,7 +133,7 @@ class Session:
         return median(found) if found else 0.0
 
     def _jitter(self) -> Jitter:
-        """Of whole rounds and single runs, of all ranks together."""
+        """How whole rounds and single runs varied, over all ranks."""
         alone = self._alone()
         own = {key: variation(c.columns) for key, c in self.chains.items() if c in alone}
         everyone = self.places.gather(own)
@@ -145,8 +145,8 @@ class Session:
         return Jitter(quantiles(rounds), quantiles(single))
 
     def _alone(self) -> list[TimedChain]:
-        """Chains that never exchange (elsewhere waiting is measured as such), wanted ones first if
-        they are known by more than a quick pass."""
+        """Chains that never exchange, as waiting is no jitter: the wanted ones, if they have more
+        samples than a quick pass takes, else all."""
         found = [c for c in self.chains.values() if c.active and not c.exchanges]
         least = 3 * len(BACKWARDS)
         return [c for c in found if c in self.wanted and c.num_rounds >= least] or found
@@ -162,8 +162,8 @@ class Session:
         return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
 
     def noise(self) -> dict[str, float]:
-        """What is wanted and not known well yet, with its error where that is largest; all must
-        call this."""
+        """The wanted times that are still uncertain, each with its largest error on any rank.
+        All ranks must call this."""
         own = self.lines.errors()
         for chain in self.wanted:
             own |= chain.errors()
@@ -209,7 +209,7 @@ def _chains(blocks: Sequence[BlockNeed], traced: Traced) -> dict[Chain, list[Blo
 
 
 def _chains_for(known: Collection[Chain], blocks: Iterable[BlockNeed]) -> list[Chain]:
-    """The known chains that tell what some blocks take: at their rows, or on both sides."""
+    """The chains that measure some blocks: at their rows, or at the nearest on both sides."""
     asked = {_chain(need) for need in blocks}
     found = set()
     for chain in asked:

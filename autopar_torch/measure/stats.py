@@ -6,20 +6,20 @@ import statistics
 from collections.abc import Sequence
 from statistics import fmean, median
 
-NOISE_LIMIT = 0.25  # relative error of a median: what is less certain is not known
-WORTH_S = 1e-3  # what takes less is mostly clock
+NOISE_LIMIT = 0.25  # relative error of a median: above it a time counts as uncertain
+WORTH_S = 1e-3  # shorter times are mostly those of the clock itself
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Without the outermost tenth at either end. Steps add up times, and of those that are skewed
-    the medians add up to too little."""
+    """The mean without the outermost tenth at either end. A step adds up times, and where times are
+    skewed, their medians add up to too little."""
     away = -(-len(values) // 10) if len(values) > 2 else 0
     return fmean(sorted(values)[away : len(values) - away])
 
 
 def uncertainty(seconds: Sequence[float]) -> float:
-    """How far off the median may be, relative: less with more repeats. Times that are mostly clock
-    count as certain."""
+    """Relative error of the median: smaller with more repeats. Times that are mostly those of the
+    clock count as certain."""
     if len(seconds) < 2 or median(seconds) < WORTH_S:
         return 0.0
     low, _, high = statistics.quantiles(seconds, n=4)
@@ -27,7 +27,7 @@ def uncertainty(seconds: Sequence[float]) -> float:
 
 
 def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:
-    """Values at the middles of as many equal parts; drawing one of them is drawing a sample."""
+    """The middle of each of `count` equal parts of the samples; drawing one is drawing a sample."""
     ordered = sorted(values)
     if not ordered:
         return (1.0,)
@@ -35,8 +35,9 @@ def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:
 
 
 def interleaved_medians(several: Sequence[Sequence[float]]) -> list[float]:
-    """Medians of several quantities that were seen in turn, as if all had met the spells of whoever
-    was seen to the end: a machine may be quick in one round and slow in the next."""
+    """Medians of several quantities that were measured in turn, some for fewer rounds than others.
+    A machine may be quick in one round and slow in the next, so each sample is divided by the pace
+    of its round: the mean of the quantities that were measured in all rounds."""
     most = max(len(samples) for samples in several)
     means = [fmean(column) for column in zip(*(s for s in several if len(s) == most), strict=True)]
     return [median([x / mean for x, mean in zip(samples, means, strict=False)]) * median(means)

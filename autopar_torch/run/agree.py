@@ -1,4 +1,4 @@
-"""What all ranks must have alike: asked with one small message, explained where it is not so."""
+"""What must be equal on all ranks: compared in one small message, explained if it differs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .world import World
 
 _LARGE = 2**24  # elements that are weighed at a time
 _ODD = 0x1E3779B97F4A7C15
-_BITS = {1: torch.int8, 2: torch.int16}  # of larger elements each four bytes
+_BITS = {1: torch.int8, 2: torch.int16}  # larger elements count as several of four bytes
 _MOST_LINES, _MOST_RANKS, _MOST_SHOWN = 8, 6, 100
-_OWN = ("AUTOPAR_CACHE", "AUTOPAR_PLAN")  # only rank 0 reads the one; the other's plan is compared
+_OWN = ("AUTOPAR_CACHE", "AUTOPAR_PLAN")  # only rank 0 reads the one; the plan is compared
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 Facts = Mapping[str, str]
@@ -37,7 +37,7 @@ def digest(*parts: object) -> int:
 
 
 def ask(world: World, number: int) -> Callable[[], bool]:
-    """Whether all ranks have the same number: under way until the answer is asked for."""
+    """Start comparing a number over all ranks; the result waits and tells whether it is equal."""
     pair = torch.tensor([number, -number])
     works = world.start_max(pair)
 
@@ -70,7 +70,7 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def plain(value: object) -> str:
-    """What is no tensor, in the words that it has in every process."""
+    """Text of a value that is no tensor, the same in every process."""
     if isinstance(value, (set, frozenset)):
         return f"{sorted(map(repr, value))}"
     if isinstance(value, torch.device):
@@ -79,7 +79,7 @@ def plain(value: object) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bytes of a tensor, in their order."""
+    """A number for the bytes of a tensor, in their order."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.is_cuda:
         return zlib.crc32(cast(Any, flat.view(torch.uint8).numpy()))
@@ -103,7 +103,7 @@ def weighed(flat: Tensor) -> int:
 
 def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
                 **asked: object) -> None:
-    """All ranks run the same code on the same model and were asked for the same."""
+    """Refuse ranks that run other code, have another model, or were asked for something else."""
     if world.size == 1:
         return
     facts = {**_code(), "device": device.type, "plan": _plan_text(plan), **_environment()}

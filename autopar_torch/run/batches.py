@@ -1,4 +1,4 @@
-"""Every rank is called with the same batch: asked at each call, and told where it is not so."""
+"""Every rank must be called with the same batch: compared at each call, refused if it differs."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class SameBatch:
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool,
              fingerprint: int = 0) -> tuple[Call, list[Tensor], Settle]:
-        """The call taken apart, and what to ask before anything else is communicated: whether the
-        other ranks were called alike. It raises on all ranks where they were not.
+        """The call taken apart, and a check to run before anything else is communicated. It raises
+        on all ranks if they were not called alike.
 
-        `fingerprint` stands for what else of the module must be the same on all ranks.
+        `fingerprint` is a hash of what else of the module must be equal on all ranks.
         """
         self.num_calls += 1
         try:
             call, tensors = take_apart(args, kwargs)
         except TraceError as error:
-            self._asked({"arguments": error.what}, {})()  # in case the others have a batch
+            self._asked({"arguments": error.what}, {})()  # the other ranks wait for an answer
             raise
         facts: Facts = {}
         values: Facts = {}

@@ -15,8 +15,8 @@ log = logging.getLogger("autopar_torch")
 
 
 class Board:
-    """A client of its own, so nobody waits behind the process groups. The store may end before this
-    rank, with the rank that keeps it: then nothing is known of the others any more (`lost`)."""
+    """A client of the store of its own, so that it never waits behind the process groups. The store
+    ends with the rank that keeps it; then nothing is known of the others any more (`lost`)."""
 
     def __init__(self, rank: int, size: int) -> None:
         default: Any = dist.distributed_c10d._get_default_store()
@@ -24,7 +24,7 @@ class Board:
         self.store = cast(Any, PrefixStore)("watch", default.clone())
 
     def meet(self, own: Member) -> tuple[Member, ...]:
-        """Everyone's place. All ranks have met before, so nobody waits long."""
+        """The place of every rank. All ranks have met before, so this does not wait long."""
         self.store.set(f"member/{own.rank}", files.encode(own))
         found = self.store.multi_get([f"member/{r}" for r in range(self.size)])
         return tuple(files.decode(bytes(data), Member) for data in found)
@@ -39,12 +39,12 @@ class Board:
         return {r: files.decode(bytes(b), Beat) for r, b in zip(ranks, found, strict=False)}
 
     def verdict(self) -> Verdict | None:
-        """What a rank found out."""
+        """The first cause of an end that a rank has published, if any."""
         data = self._ask("compare_set", "verdict", "", "")
         return files.decode(data, Verdict) if data else None
 
     def publish(self, verdict: Verdict) -> Verdict:
-        """All ranks tell the same: the first that was found."""
+        """Publish a cause, and return the first that was published: all ranks tell the same."""
         data = files.encode(verdict)
         first = self._ask("compare_set", "verdict", "", data.decode())
         return files.decode(first or data, Verdict)

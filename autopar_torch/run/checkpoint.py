@@ -1,7 +1,7 @@
 """Checkpoints that any plan can load: what a model and its optimizer put into one and take out.
 
 A parameter and its optimizer state lie in it under the parameter's first name, as rectangles of the
-full tensor; whoever loads takes the rectangles of its own plan. Nothing is changed unless all fits.
+full tensor; a rank that loads takes those of its own plan. Nothing is changed unless all fits.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _part(store: ParamStore, held: Held, name: str, local: Tensor, saving: bool) -> Rectangles:
-    """All that this rank has; where it saves what it speaks for: over all ranks every element once.
-    Writing into the views writes into the part."""
+    """Views of this rank's part by rectangle: all of it, or when saving only the atoms that this
+    rank speaks for, so that every element is saved once. Writing to a view writes to the part."""
     boxes = [box for box in held.boxes() if all(box[1])]
     found = store.spoken(held, local) if saving else zip(boxes, views(local, boxes), strict=True)
     return Rectangles(name, held.shape, local, [(box, view) for box, view in found if all(box[1])])

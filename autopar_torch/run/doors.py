@@ -19,7 +19,7 @@ _TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def refuse_split(model: Any) -> None:
-    """A model that something else already splits, compiles or trains."""
+    """Refuse a model that something else already splits, compiles or trains."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"{type(model).__name__} is no torch.nn.Module", where="parallelize: model")
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def refuse_split(model: Any) -> None:
 
 
 def take(model: nn.Module) -> None:
-    """From now on its parameters are parts."""
+    """Note that the parameters of a model are parts from now on."""
     _TAKEN.update(model.modules())
 
 
@@ -56,13 +56,13 @@ def _where(name: str) -> str:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """fully_shard gives a module another class."""
+    """Refuse fully_shard, which gives a module another class."""
     if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):
         raise no_wrapper("fully_shard")
 
 
 def refuse_watched(args: Any, kwargs: Any) -> None:
-    """The backward runs inside forward, and ends at the batch."""
+    """Refuse a batch that requires gradients: backward, inside forward, ends at the batch."""
     for leaf in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise RunError(
@@ -103,7 +103,7 @@ def refuse_frozen(names: Iterable[str], zero: int) -> None:
 
 
 def refuse_moved(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
-    """What `.to()` and its friends would change, asked of empty tensors."""
+    """Refuse `.to()` and the like if they change type or device; tried on empty tensors."""
     for kind, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
         with torch.no_grad():
             made = fn(torch.empty(0, dtype=kind, device=device))

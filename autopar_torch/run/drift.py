@@ -19,7 +19,7 @@ _NOT_HERE = -(2**62)  # never the most
 
 
 class Copy(NamedTuple):
-    """Elements of a parameter that this rank holds: `part` is equal where they are the same."""
+    """A rank's part of a parameter; `part` is equal on ranks that hold the same elements."""
 
     name: str
     part: object
@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
 
 class Drift:
-    """Looks before a step whether the ranks that hold the same elements still do."""
+    """Looks before a step whether ranks that hold the same elements still have equal values."""
 
     def __init__(self, world: World, every: int) -> None:
         self.world, self.every = world, every if world.size > 1 else 0

@@ -1,4 +1,4 @@
-"""How a rank ends: what it leaves word of, and how a wait that has no end is ended."""
+"""How a rank ends: what it tells the others, and how it ends a wait that would never end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _sockets() -> dict[int, str]:
 
 
 def cut() -> None:
-    """Wake whoever waits for a peer: the wait ends with an error."""
+    """Wake every thread that waits for a peer: its wait ends with an error."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
         return
@@ -60,7 +60,7 @@ def cut() -> None:
 
 
 def show_stacks() -> None:
-    """Where every thread of this rank is."""
+    """Print where every thread of this rank is."""
     with contextlib.suppress(ValueError, OSError, AttributeError):  # there may be no stderr
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 
@@ -100,11 +100,11 @@ class Word:
             self.ended("")
             _ignore()
 
-    # torchrun ends the others 0.1 s after a rank died, and a main thread that computes would learn
-    # of neither. The pipe wakes the watch in any case.
+    # torchrun ends the others 0.1 s after a rank died. A main thread that computes would notice
+    # neither in time; the pipe wakes the watching thread in any case.
 
     def _listen(self) -> None:
-        """Have Python write a byte to the pipe as soon as a signal comes, if no one else does."""
+        """Have Python write a byte to the pipe as soon as a signal comes, if no handler is set."""
         mine = threading.current_thread() is threading.main_thread()
         if mine and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             other = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
@@ -114,7 +114,7 @@ class Word:
                 signal.set_wakeup_fd(other)
 
     def comes(self, within_s: float) -> bool:
-        """Wait; whether this rank was told to end, and nobody else sees to it."""
+        """Wait; whether this rank was told to end, by a SIGTERM that no other handler takes."""
         ready = select.select([self.pipe[0]], [], [], within_s)[0]
         return bool(ready) and signal.SIGTERM in os.read(self.pipe[0], 64) and _is_ours()
 
@@ -132,12 +132,12 @@ class Word:
         self._release()
 
     def wake(self) -> None:
-        """End the wait of whoever is in `comes`."""
+        """End the wait of the thread that is in `comes`."""
         os.write(self.pipe[1], b"\0")
 
 
 def _noticed(*_: object) -> None:
-    """A handler, so that the pipe gets its byte; who reads it ends this rank."""
+    """A handler, so that the pipe gets its byte; the thread that reads it ends this rank."""
 
 
 def _is_ours() -> bool:

@@ -130,8 +130,8 @@ class Executor:
             self.mail.finish()
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
-        """Post the receives that follow. With Gloo, a message that nobody has asked for when it is
-        sent goes later, when a thread of its sender's gets a core that computes by then."""
+        """Post the receives that follow. With Gloo, a message that is sent before its receive is
+        posted goes later, when a thread of the sender gets a core that computes by then."""
         for action in actions[index : index + self.mail.ahead]:
             if action.op in (Op.RECV_F, Op.RECV_B):
                 other = action.stage + (-1 if action.op is Op.RECV_F else 1)
@@ -169,7 +169,7 @@ class Executor:
             case Op.W:
                 self._weights(action)
             case Op.REDUCE:
-                pass  # started by the hooks; the step waits for all of them at its end
+                pass  # hooks start the sums; the step waits for all of them at its end
 
     def _forward(self, stage: int, mb: int) -> None:
         runner = self.stages[stage]
@@ -204,8 +204,8 @@ class Executor:
 
 
 def _outputs_known(actions: Sequence[Action]) -> int:
-    """Where in the list the last stage is sure to have done all forwards: before any stage's last
-    backward, so before any sum of gradients that may wait for a rank which still waits for others.
+    """The place in the list by which the last stage has done all forwards: before the last backward
+    of any stage, so before any sum of gradients, which may wait for ranks that wait themselves.
     """
     lasts = {a.stage: index for index, a in enumerate(actions) if a.op in (Op.B, Op.I)}
     return min(lasts.values(), default=len(actions))

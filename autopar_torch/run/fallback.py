@@ -43,7 +43,7 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
 
 
 def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
-    """What looks at the whole batch in one process would see the rows of its rank."""
+    """Refuse what looks at the whole batch: on several ranks it would see only its rank's rows."""
     for name, module in model.named_modules():
         seen = [f"the hook {getattr(hook, '__qualname__', hook)}" for _, hook in user_hooks(module)]
         if isinstance(module, _BatchNorm) and module.training:
@@ -58,7 +58,7 @@ def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
 
 
 def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
-    """What is done of a plan: replicas, each on its share of the rows. The rest is said."""
+    """The part of a plan that is done: replicas, each on its rows. What is dropped is logged."""
     alike = len({replica.num_micro_batches for replica in plan.replicas}) == 1
     replicas = tuple(
         replace(replica, num_micro_batches=1 if alike else replica.num_micro_batches,

@@ -17,13 +17,13 @@ from ..errors import RunError
 
 @dataclass
 class LossScale:
-    """By what the loss of the last step was scaled, as GradScaler does. Gradients in float16 vanish
-    unless they are computed of a scaled loss, and they are before its backward is called."""
+    """The factor by which the script scaled the loss of the last step, as GradScaler does. Float16
+    gradients vanish unless the loss is scaled, and they are made before `backward()` is called."""
 
     value: float = 1.0
 
     def heard(self, factor: float) -> None:
-        self.value = min(max(1.0, factor), 2.0**24)  # of no number: 1
+        self.value = min(max(1.0, factor), 2.0**24)  # if it is no number: 1
 
 
 class _HandOver(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""torchrun in this very process: what ends it ends the ranks, and on one node nothing of it listens
+"""torchrun inside this process: what ends it ends the ranks, and on one node nothing of it listens
 to other machines."""
 
 from __future__ import annotations

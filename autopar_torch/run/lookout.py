@@ -1,4 +1,4 @@
-"""Who stands still and who is gone: ranks tell each other once a second what they do.
+"""Which rank hangs and which is gone: ranks tell each other once a second what they do.
 
 The main thread only sets attributes. A thread of its own writes them down, and reads those of the
 others only once this rank has waited for long.
@@ -48,7 +48,7 @@ RAW = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed
 
 
 class Lookout:
-    """What this rank does, and what becomes of the others."""
+    """Tells the others what this rank does, and finds out whether one of them hangs or is gone."""
 
     def __init__(self, rank: int, size: int, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -111,7 +111,7 @@ class Lookout:
                 self._turn(time.monotonic() - self.changed_at)
 
     def _check_launcher(self) -> None:
-        """torchrun has to be killed hard to leave its ranks behind; then nobody would end them."""
+        """A torchrun that is killed hard leaves its ranks behind; then they end themselves."""
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and self.parent != 1
         if by_torchrun and os.getppid() != self.parent:
             log.error("%s ends, as what started it (pid %d) is gone", self.own, self.parent)
@@ -168,8 +168,8 @@ class Lookout:
     # --- the end --------------------------------------------------------------------------------
 
     def _tell(self, found: Verdict) -> RunError:
-        """The error that all ranks tell. It is logged at once: whoever started the ranks soon ends
-        those that are left."""
+        """The error that all ranks raise. It is logged at once, as the launcher soon ends the ranks
+        that are left."""
         with self.telling:  # to its end, before a SIGTERM is obeyed
             verdict = self.board.publish(found)
             error = RunError(verdict.what, where=f"{self.own}, {self._beat()}", fix=verdict.fix)
@@ -201,7 +201,7 @@ class Lookout:
         self._write()
 
     def _told(self, error: BaseException) -> None:
-        """An exception that nobody caught: of a connection that broke outside of our calls too."""
+        """Leave word of an uncaught exception; explain it if a connection broke in another call."""
         if self.verdict is None and isinstance(error, RuntimeError) and RAW.search(str(error)):
             self.explained()
         self._ended(f"{type(error).__name__}: {error}")

@@ -131,7 +131,7 @@ def _nan_like(tensor: Tensor) -> Tensor:
 
 
 def _reader(world: World, path: Path) -> Reader:
-    """Of safetensors files, or of a checkpoint; verified by all ranks together."""
+    """A reader of safetensors files or of a checkpoint, verified by all ranks together."""
     if world.by_first(bool, lambda: _is_plain(path)):
         return world.jointly(lambda: _of_files(path))
     saved = steps.opened(world, path)

@@ -1,4 +1,4 @@
-"""Where ranks meet before anything else: one store, one attempt, and who did not come."""
+"""Where ranks meet before anything else: one store, one attempt, and which did not come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = "autopar"
 
 
 def one_node() -> bool:
-    """Whether all ranks are on this machine, as who started them says."""
+    """Whether all ranks are on this machine, by what the launcher says."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
 
 
@@ -98,7 +98,7 @@ def listen(port: int) -> socket.socket:
 
 
 def _call(store: Any, size: int, limit_s: float) -> tuple[str, list[str]]:
-    """Rank 0 names the attempt to everybody who asks, until all have said that they are in it. What
+    """Rank 0 names the attempt to every rank that asks, until all have said that they joined. What
     earlier attempts have asked is answered too, and does no harm."""
     attempt, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     asked, here = f"{ROOM}/asked", f"{ROOM}/{attempt}/here"
@@ -118,7 +118,7 @@ def _call(store: Any, size: int, limit_s: float) -> tuple[str, list[str]]:
 
 
 def _answer(store: Any, rank: int, limit_s: float) -> tuple[str, list[str]]:
-    """The attempt that rank 0 names, and who was absent."""
+    """The attempt that rank 0 names, and the ranks that are absent."""
     key = f"{rank}-{secrets.token_hex(8)}"
     store.append(f"{ROOM}/asked", f"{key} ")
     attempt = _read(store, f"{ROOM}/answer/{key}", limit_s, "")

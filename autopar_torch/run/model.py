@@ -225,7 +225,7 @@ class ParallelModel(nn.Module):
              train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:
         spans = self.plan.micro_batches(call.num_rows)
         idle = self.plan.zero == 3 and not spans[self.replica]
-        if self.plan.zero == 3:  # who has no row takes part with one that does not count
+        if self.plan.zero == 3:  # a replica without rows runs one that does not count
             spans = [span or [(0, 1)] for span in spans]
         rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
         self._refuse_idle(call.num_rows)
@@ -320,7 +320,7 @@ class ParallelModel(nn.Module):
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
     def _finish_grads(self, program: Program) -> list[tuple[Tensor, Tensor]]:
-        """Of the same parameters on every rank: those to which anyone's backward came."""
+        """(parameter, gradient), on all ranks of the same parameters: all that got any gradient."""
         with self.recorder.exchanging("reduce"):
             sums = self.reducer.finish()
         if program.reached is None:
@@ -333,7 +333,7 @@ class ParallelModel(nn.Module):
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank tells what its replica returns."""
+        """Whether this rank speaks for its replica: what that returns is taken from here."""
         return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
 
     def _jointly(self, way: Callable[[str], contextlib.AbstractContextManager[None]],

@@ -33,7 +33,7 @@ _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has not
 
 @cache
 def attend() -> None:
-    """From now on, at every step of every optimizer."""
+    """Hook into every step of every optimizer from now on."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -56,7 +56,7 @@ def _ours(optimizer: Optimizer) -> list[ShardedParameter]:
 
 
 def learn(optimizer: Optimizer) -> None:
-    """Its state is that of whole tensors in state_dict() and load_state_dict() from now on."""
+    """From now on its state_dict() and load_state_dict() have the state of whole tensors."""
     if optimizer not in _known and _ours(optimizer):
         _known.add(optimizer)
         optimizer.register_state_dict_post_hook(_full_state)
@@ -135,7 +135,7 @@ def _full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    """What others need to know who have nothing of that parameter: a type, or a number."""
+    """What ranks without a part of the parameter need of its state: a type, or a number."""
     if isinstance(value, Sharded):
         return value.dtype
     if isinstance(value, Tensor):

@@ -83,8 +83,8 @@ class ParamStore:
         return value.detach().clone()
 
     def spoken(self, held: Held, value: Tensor) -> list[tuple[Box, Tensor]]:
-        """(box of the full tensor, view) of what this rank writes of a part: a parameter's, or of a
-        tensor that is cut like it. Over all ranks every element once."""
+        """(box of the full tensor, view) of what this rank saves of a parameter, or of a tensor
+        that is cut like it. Over all ranks, every element is saved once."""
         spread = self.spreads.get(held.name)
         if spread is not None:
             return spread.spoken(local(value))
@@ -111,7 +111,7 @@ class ParamStore:
         self.buffers = {name: local(buffer) for name, buffer in self.module.named_buffers()}
 
     def follow(self, graph: ModelGraph) -> None:
-        """Other parameters are trained from now on (never with ZeRO: pieces stay as they are)."""
+        """Train other parameters from now on (never with ZeRO, whose pieces stay as they are)."""
         self.graph = graph
         for name, share in shares_of(self.plan, graph, self.world.rank, self.holdings).items():
             self.held[name].share = share
@@ -224,7 +224,7 @@ class GradBucket:
         self.names = frozenset(h.name for h in helds)
         self.leaves = [h.leaf for h in helds]
         self.waiting: set[str] = set()
-        self.reached: set[str] = set()  # whose leaves have got gradients
+        self.reached: set[str] = set()  # parameters whose leaves have got gradients
         self.flat: Tensor | None = None
         self.got: Tensor | None = None
         self.works: list[Any] = []
@@ -318,7 +318,7 @@ class Reducer:
         joint = [bucket for bucket in self.buckets if bucket.axis is not None]
         chain = any(len(replica.stages) > 1 for replica in store.plan.replicas)
         for held in (held for bucket in joint for held in bucket.helds):
-            # One alone starts with the end of the backward, which without stages ends the step.
+            # A single bucket starts when the backward ends: without a pipeline, with the step.
             if chain or len(joint) > 1 or store.gathers_per_use(held):
                 held.leaf.register_post_accumulate_grad_hook(self._hook(held))
 
@@ -327,7 +327,7 @@ class Reducer:
 
     @property
     def reached(self) -> set[str]:
-        """Parameters whose gradients this rank's backwards have come to, since it began."""
+        """Parameters that got gradients on this rank since the step began."""
         return set().union(*(bucket.reached for bucket in self.buckets))
 
     def begin(self, in_step: bool) -> None:
@@ -374,7 +374,7 @@ class Reducer:
                 bucket.finish(self.sums, self.store)
 
     def finish(self) -> dict[str, Tensor]:
-        """Every gradient of this rank's parameters, summed over everyone who has the same part."""
+        """Every gradient of this rank's parameters, summed over the ranks with the same part."""
         for bucket in self._pending():
             bucket.finish(self.sums, self.store)
         sums, self.sums = self.sums, {}

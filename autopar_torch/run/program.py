@@ -43,7 +43,7 @@ class Program:
         self.reached: list[str] | None = None  # parameters that get gradients, once it has run
 
     def serves(self, burnt: Burnt) -> bool:
-        """Whether nothing that decided what was traced is otherwise now."""
+        """Whether everything that decided what was traced is still as it was."""
         if self.number != burnt.number and self.state == burnt.described(self.traced.reads):
             self.number = burnt.number
         return self.number == burnt.number
@@ -68,8 +68,8 @@ class Program:
 
     def addends(self, parts: Mapping[int, Mapping[str, Tensor]], rows: Sequence[tuple[int, int]],
                 num_rows: int, device: torch.device) -> dict[str, Tensor]:
-        """For each output of the whole batch a tensor of its size: what it is, added up over all
-        ranks. `parts` are the outputs of micro-batches that this rank alone has."""
+        """A tensor for each output, with the size of the whole batch: added up over all ranks they
+        are the output. `parts`: outputs of micro-batches that only this rank has."""
         found = {}
         for name in self.traced.outputs:
             own = {rows[mb]: values[name] for mb, values in parts.items()}

@@ -38,7 +38,7 @@ def split_names(traced: Traced, names: Iterable[str]) -> tuple[list[str], list[s
 
 
 def _is_given(node: fx.Node, traced: Traced) -> bool:
-    """Taken from the whole batch instead of being computed again."""
+    """Whether it is taken from the whole batch instead of being computed again."""
     written = any(is_mutable(user) for user in node.users if user.op == "call_function")
     return node.op == "call_function" and node.name in traced.rowless and not written
 

@@ -1,4 +1,4 @@
-"""Whose random numbers: a process's generators are the user's, what we run draws from our own.
+"""Random numbers: the process's generators are the user's, what we run draws from our own.
 
 Batches, shuffles and layer drop come from the user's generators, which start alike on all ranks and
 have to stay so. Numbers of our own follow from (seed, place, step) alone, so that two integers are

@@ -92,7 +92,7 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def forward_only(anchor: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In eval no gradients are made: a loss says so when it is asked for them."""
+    """The loss of eval mode, where no gradients are made: its `backward()` says so."""
     if torch.is_grad_enabled() and "loss" in values:
         return {**values, "loss": cast(Tensor, _ForwardOnly.apply(anchor, values["loss"]))}
     return values

@@ -2,7 +2,7 @@
 
 A plan that cuts a parameter makes it a `ShardedParameter`: its data is this rank's part, but what
 Python does with it means the full tensor. Elementwise functions work on the parts, reductions to
-one number ask everyone and count every element once, anything else is computed on the full tensor.
+one number add up over all ranks, each element once; all else is computed on the full tensor.
 The library itself works on the plain parts, under `plainly()`.
 """
 
@@ -220,7 +220,7 @@ def _marked(result: Any, spread: Spread | None) -> Any:
 
 
 def _aligned(values: Iterable[Any], in_place: bool) -> tuple[Spread | None, list[Any]]:
-    """Arguments as parts that lie alike, and how; or all of them whole."""
+    """The arguments as parts that are cut alike, and their spread; or all of them whole."""
     values = list(values)
     target = values[:1] if in_place else values
     try:
@@ -258,7 +258,7 @@ def _whole(value: Any) -> Any:
 
 
 def _on_whole(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
-    """Computed on full tensors, as in one process. Results that are views know whose they are."""
+    """Compute on full tensors, as in one process. A result that is a view knows its base."""
     bases: list[tuple[Sharded, Tensor, list[int]]] = []
 
     def full(value: Any) -> Any:
@@ -294,7 +294,7 @@ def _refresh(given: Iterable[Any]) -> None:
 
 
 def _write_back(written: Any) -> None:
-    """What was written to a view goes to the parts."""
+    """Write what was written to a view back to the parts."""
     if type(written) is Loan:
         written.source.copy_(written.source.spread.part(written.base))
         written.seen[0] = written.source._version
@@ -365,7 +365,7 @@ def _grad(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _outlined(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where only shape and type count."""
+    """Run a function of which only the shape and type of arguments matter."""
     outlines = [torch.empty(x.spread.shape, dtype=x.dtype, device="meta")
                 if isinstance(x, Sharded) else x for x in args]
     return func(*outlines, **kwargs)
@@ -380,7 +380,7 @@ def _shaped_as(func: Any, x: Tensor, other: Tensor) -> Any:
 
 
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The part knows it, or does it, as the whole would."""
+    """Ask the part: it answers as the whole tensor would."""
     return func(*args, **kwargs)
 
 

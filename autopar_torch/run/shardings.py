@@ -16,17 +16,17 @@ from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
 from ..trace import Traced
 
-# Whoever asks for tensor parallelism wants parameters shared out: where splitting does not pay in
-# time alone (small models), a kept byte is made dearer until they are, or cannot be.
+# A user who pins tp wants parameters cut. In small models cutting does not pay in time alone: then
+# the price of a kept byte is raised until enough is cut, or nothing more can be.
 WORTHS = (1.0, 10.0, 1e2, 1e3, 1e4, 1e5)
 SLACK = 0.25
 Pins = dict[str, dict[tuple[int, ...], Forms]]  # parameter -> mesh -> form
 
 
 def ordinary(num_axes: int, rows: int) -> Prices:
-    """What sharding decisions are made with where nothing was measured.
+    """The prices for choosing shardings if nothing was measured.
 
-    Nothing is hidden: the cores that compute are those that copy messages.
+    No message hides behind computing: the cores that compute also copy messages.
     """
     return Prices(CPU_CORE, (LOOPBACK,) * num_axes, 0.0, rows, hides=0.0)
 
@@ -71,7 +71,7 @@ def groups(replica: Replica) -> list[list[int]]:
 
 
 def whole_values(graph: ModelGraph, replica: Replica, group: list[int]) -> frozenset[str]:
-    """Values that other meshes see too, and what the model returns."""
+    """Values that other meshes read too, and what the model returns."""
     first = (replica.stages[group[0]].blocks or (0, 0))[0]
     last = (replica.stages[group[-1]].blocks or (0, 0))[1]
     return frozenset({*graph.outputs.values(), *graph.crossing(first), *graph.crossing(last)})

@@ -18,7 +18,7 @@ from .world import World
 
 
 class Spread:
-    """Of one parameter or buffer. Who has which boxes is asked for when it is first needed."""
+    """The parts of one parameter or buffer. Which rank has which boxes is found when needed."""
 
     def __init__(self, name: str, shape: Sequence[int], local: Sequence[int], world: World,
                  cut: Callable[[Tensor], Tensor],
@@ -49,7 +49,7 @@ class Spread:
         return cast(Tensor, _Whole.apply(local, self))
 
     def part(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor; backward gives everyone the whole gradient."""
+        """This rank's part of a full tensor; backward gives every rank the whole gradient."""
         return cast(Tensor, _Rectangle.apply(full, self))
 
     def gathered(self, local: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class StageRunner:
 
     def _free_until_backward(self, placed: PlacedBlock, results: Sequence[Tensor],
                              train: bool) -> None:
-        """Backward meets the results of a block first: that is when its parameters come back."""
+        """Backward first meets the results of a block; its parameters are gathered again then."""
         for held in placed.gathered:
             self.store.release(held)
         if train:
@@ -165,14 +165,14 @@ class StageRunner:
         }
 
     def backward_input(self, micro_batch: int, grads: Values) -> Values:
-        """The part of backward that others wait for; weight gradients of linears wait. Everything,
-        where what they wait with would undo what recomputing saves."""
+        """The part of backward that the stage before waits for; weight gradients of linears wait.
+        If the stage recomputes, it is all of it (see `Plan.whole`)."""
         queue = self.queues[micro_batch] = WeightQueue()
         with contextlib.nullcontext() if self.plan.whole(self.stage) else queue:
             return self.backward(micro_batch, grads)
 
     def backward_weight(self, micro_batch: int, arrived: Callable[[str], object]) -> None:
-        """The rest of the gradients; tells of each parameter that has all of them."""
+        """The rest of the gradients; `arrived` is called with each parameter that is complete."""
         queue = self.queues.pop(micro_batch)
         leaves = {name: self.store.held[name].leaf for name in self.params}
         names = {id(leaf): name for name, leaf in leaves.items() if leaf.requires_grad}

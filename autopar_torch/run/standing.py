@@ -1,4 +1,4 @@
-"""How ranks stand to each other: what each does, and who of them is the cause that others wait."""
+"""What each rank does, and which of them is the cause that others wait."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Member(Struct, frozen=True):
             return cls(rank, host, f"{host} {pid}", pid)
 
     def state(self, other: Member) -> str:
-        """Of another process, as /proc has it: T (stopped), Z (dead), X where there is none; ""
+        """State of another process in /proc: T (stopped), Z (dead), X if there is none; ""
         where it cannot be seen from here."""
         if self.machine != other.machine:
             return ""
@@ -129,7 +129,7 @@ class Standing(Struct, frozen=True):
         return f"its last sign of life (one a second): {self.beats.get(rank, 'unknown')}"
 
     def elsewhere(self, since_s: float) -> Verdict | None:
-        """A rank that has stood in another call than this one, though all make the same."""
+        """A rank that waits in another call than this one, though all ranks make the same calls."""
         own = self.doing
         for rank, beat in self.beats.items():
             number = min(own.call.number, beat.call.number)
@@ -160,7 +160,7 @@ class Standing(Struct, frozen=True):
         return None
 
     def slow(self, waited_s: float) -> Verdict:
-        """All are alive: those in the script, or which made fewer calls, are waited for."""
+        """All are alive: the others wait for those that are in the script, or made fewer calls."""
         number = self.doing.call.number
         behind = [r for r, b in self.beats.items() if b.call.number < number or b.action == IN_CODE]
         named = [f"{self.members[r]} is {self.beats[r]}" for r in behind or self.beats]
@@ -173,7 +173,7 @@ BROKEN = Verdict("a connection to another rank broke, and all ranks that can be 
 
 
 def exchanges(frame: FrameType | None) -> bool:
-    """Whether this is under way in torch.distributed."""
+    """Whether this frame is inside torch.distributed."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("distributed_c10d.py"):
             return True

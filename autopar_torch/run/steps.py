@@ -50,7 +50,7 @@ def _all(folder: Path) -> list[Path]:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Those with a manifest."""
+    """The folders of steps that have a manifest."""
     return [place for place in _all(folder) if os.path.lexists(place / MANIFEST)]
 
 

@@ -114,8 +114,8 @@ def begin(folder: Path) -> str:
 
 
 def sweep(folder: Path, kept: str = "", rank: int = 0, size: int = 1) -> None:
-    """Remove files of other generations than the one that is kept, which nobody knows any more:
-    each rank its share, for freeing much memory of the disk's cache takes time."""
+    """Remove files of all generations but the kept one, as no manifest names them any more. Each
+    rank removes its share, as freeing much memory of the disk's cache takes time."""
     for name in os.listdir(folder):
         found = FILE.fullmatch(name) or _DRAFT.fullmatch(name)
         if found and found[1] != kept and int(found[2] or 0) % size == rank:
@@ -123,7 +123,7 @@ def sweep(folder: Path, kept: str = "", rank: int = 0, size: int = 1) -> None:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """From here on this is the checkpoint."""
+    """Make this the checkpoint of the folder, by one rename: before it, the old one is in force."""
     check(manifest, folder)
     for file in manifest.files:
         _same_size(folder, file)

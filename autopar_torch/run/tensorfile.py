@@ -164,6 +164,6 @@ class TensorFile:
 
 
 def sha256(path: Path) -> str:
-    """Of all bytes of a file."""
+    """The hash of all bytes of a file."""
     with open_regular(path) as file:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()

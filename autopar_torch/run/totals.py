@@ -21,8 +21,8 @@ Each = Callable[[list[Tensor]], Sequence[Tensor]]  # one number of every tensor
 
 
 class _Everyones(torch.autograd.Function):
-    """Numbers of this rank, in their places among everyone's. All who have an atom have the same
-    number of it; the loss is the same on all ranks, so each takes the gradient of its own place."""
+    """Put this rank's numbers into the list of all atoms' numbers. All holders of an atom have the
+    same number of it, and all ranks the same loss, so each takes the gradient of its places."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, slots: list[int], speaks: list[bool], count: int,
@@ -58,7 +58,7 @@ def _everyones(tensors: Sequence[Sharded], each: Each) -> Tensor:
 
 
 def _wide(kind: torch.dtype) -> torch.dtype | None:
-    """In which torch adds up numbers of a type, if it is another one that they are rounded to."""
+    """The wider type in which torch adds up numbers of a type, if it does."""
     return torch.float32 if kind in (torch.bfloat16, torch.float16) else None
 
 
@@ -123,7 +123,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float,
 
 
 def _unscaled(func: Any, grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What one rank finds infinite is so for everyone."""
+    """Unscale gradients as GradScaler does; if one rank finds an infinity, all ranks know."""
     func(grads, found_inf, inv_scale)
     world = next(x.spread.world for x in grads if isinstance(x, Sharded))
     total = world.sum(found_inf.detach().clone())

@@ -1,4 +1,4 @@
-"""Who traces, and in what state it leaves the model and the process."""
+"""Which rank traces, and in what state tracing leaves the model and the process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
 
 @contextlib.contextmanager
 def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
-    """In the mode asked for; if it is in it, submodules are as the user has put them."""
+    """The model in the given mode. If it is in that mode, the modes of submodules stay."""
     modes = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)
@@ -57,8 +57,8 @@ def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def once(own: Tracer, place: World) -> Tracer:
-    """By rank 0 for all, who ask at the same time: tracing takes longer than reading the result, by
-    more where ranks share cores, and nobody may see another model than the others."""
+    """Rank 0 traces for all ranks, which ask at the same time: tracing takes longer than reading
+    the result, most of all where ranks share cores, and all ranks must see the same model."""
     if place.size == 1:
         return own
 
@@ -79,7 +79,7 @@ def once(own: Tracer, place: World) -> Tracer:
 
 
 def _told(error: Exception) -> AutoparError:
-    """Whatever it is: all ranks hear of it in one way."""
+    """The error as all ranks raise it, whatever it was."""
     if isinstance(error, AutoparError):
         return error
     return TraceError(f"tracing stopped: {type(error).__name__}: {error}", where=user_line(error))

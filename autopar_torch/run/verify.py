@@ -214,7 +214,7 @@ def _calm(graph: fx.Graph) -> fx.Graph:
 
 
 def _distance(value: Tensor, expected: Tensor, floor: float) -> float:
-    """Of two tensors, beside their size; what is no number in both is equal."""
+    """Distance of two tensors, relative to their size; NaN in both counts as equal."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return math.inf
     return _size(_real(value) - _real(expected)) / max(_size(expected), floor, 1e-6)

@@ -43,7 +43,7 @@ def _join() -> None:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if one_node() and "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to reach the ranks
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine may reach the ranks
     store = meet(rank, size)
     with ending.opening():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -52,8 +52,8 @@ def _join() -> None:
 
 
 def _leave(group: dist.ProcessGroup | None) -> None:
-    """At the end of a script that did not fail: on a busy machine, a process that ends while its
-    groups are open can be aborted by their threads."""
+    """Close the groups at the end of a script that did not fail: on a busy machine, threads of
+    open groups can abort a process that ends."""
     if dist.group.WORLD is group and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
@@ -74,7 +74,7 @@ class World:
         self.timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * PATIENCE * limit_s))
         self.groups: dict[tuple[int, ...], Any] = {}
         self.channels: tuple[Any, Any] = (None, None)
-        self.words: Any = None  # the group of what is said between CPUs (None: the usual one)
+        self.words: Any = None  # the group for tensors on CPUs (None: the usual one)
         self.aside: Any = None  # a group of all ranks for what is no part of a step
         if not torch.cuda.is_available():
             freed_pages.keep_freed_pages()
@@ -88,8 +88,8 @@ class World:
 
     @contextlib.contextmanager
     def meeting(self, name: str) -> Iterator[None]:
-        """A call that scripts make now and then, and by mistake on one rank alone. So all meet
-        first, where a step of the others cannot be taken for it (Gloo would abort the process)."""
+        """A call that all ranks must make, but scripts sometimes make on one rank alone. So ranks
+        meet first, in a group of its own: in that of a step, Gloo would abort the process."""
         with self.doing(name):
             if self.size > 1:
                 dist.all_reduce(torch.zeros(1, device=device()), group=self.aside)
@@ -155,7 +155,7 @@ class World:
         return self.tensor_axes(stage) if stage.devices[-1] < self.size else None
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's value, in rank order."""
+        """Each rank's value, in rank order."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -163,11 +163,11 @@ class World:
         return found
 
     def everyones(self, value: T, kind: type[T]) -> list[T]:
-        """Everyone's value, in rank order, told as JSON: nobody runs what another rank sent."""
+        """Each rank's value, in rank order, sent as JSON: no rank runs what another one sent."""
         return [files.decode(data, kind) for data in self.exchange(files.encode(value))]
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes, in rank order."""
+        """Each rank's bytes, in rank order."""
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -179,7 +179,7 @@ class World:
         return [bytes(x.numpy())[: int(n)] for x, n in zip(found, lengths, strict=True)]
 
     def start_max(self, x: Tensor) -> list[Any]:
-        """What to wait for until x, on the CPU, is its maximum over all ranks."""
+        """Works to wait for, after which x, on the CPU, is its maximum over all ranks."""
         if self.size == 1:
             return []
         return [dist.all_reduce(x, dist.ReduceOp.MAX, group=self.words, async_op=True)]
@@ -190,7 +190,7 @@ class World:
         return x
 
     def start_sum(self, x: Tensor, group: Any = None) -> list[Any]:
-        """What to wait for until x is its sum over all ranks."""
+        """Works to wait for, after which x is its sum over all ranks."""
         return [dist.all_reduce(x, group=group, async_op=True)] if self.size > 1 else []
 
     def agree(self, data: bytes) -> bytes:
@@ -206,7 +206,7 @@ class World:
         return bytes(buffer.numpy())
 
     def told(self, value: T, kind: type[T]) -> T:
-        """The value of rank 0 on every rank, told as JSON."""
+        """The value of rank 0 on every rank, sent as JSON."""
         return files.decode(self.agree(files.encode(value)), kind)
 
     def jointly(self, act: Callable[[], T]) -> T:

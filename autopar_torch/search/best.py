@@ -26,10 +26,10 @@ from .space import Candidate, Candidates, Constraints, Option, as_plan, candidat
 from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
-FIRST = 512  # candidates whose memory is looked at first; then ever twice as many
+FIRST = 512  # candidates whose memory is bounded first; then twice as many each time
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
-SAFETY = 1.04  # predicted bytes are off by so much at most where a plan must fit
+SAFETY = 1.04  # a plan must fit with its predicted bytes times this, as these are inexact
 
 
 class Choice(Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,8 +41,9 @@ class Choice(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
-    """So many of them, in their order but the best with any degrees before a second with the same:
-    where measuring erred, it erred about all of those. Degrees that are far behind wait their turn.
+    """The first `count` choices, reordered: the best plan of each (tp, pp, dp) comes before any
+    second one of the same degrees, as an error in measuring is one of all plans of these degrees.
+    Degrees whose best plan is far behind are not moved ahead.
     """
     heads: dict[tuple[int, int, int], Choice] = {}
     for choice in choices:
@@ -53,16 +54,16 @@ def varied(choices: Sequence[Choice], count: int) -> list[Choice]:
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True):
-    """The fastest plan, the next ones, and how the rest was dealt with."""
+    """The fastest plan, the next ones, and how many candidates each rule discarded."""
 
     choices: Annotated[tuple[Choice, ...], Meta(min_length=1)]  # the fastest first
     considered: Index
     discarded: dict[str, Index]  # rule -> candidates
     priced: Index  # candidates with borders
-    # 0: proven; else how much faster some plan not looked at could be.
+    # 0: proven; else how much faster a plan could be that was not looked at.
     gap: Annotated[float, Meta(ge=0.0, le=1.0)]
     seconds: Seconds
-    measured: tuple[Seconds, ...] = ()  # of real steps of the first plans, where confirmed
+    measured: tuple[Seconds, ...] = ()  # real steps of the first plans, if they were confirmed
 
     @property
     def best(self) -> Choice:
@@ -88,8 +89,8 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
     def how_exact(self) -> str:
         rules = ", ".join(f"{n} by {rule}" for rule, n in self.discarded.items())
         proof = "proven fastest" if not self.gap else f"stopped early, gap at most {self.gap:.1%}"
-        return (f"{proof}: {self.considered} candidates, {rules or 'none discarded'}, "
-                f"{self.priced} priced")
+        return (f"{proof}: of {self.considered} candidates dropped {rules or 'none'}; "
+                f"{self.priced} cuts into stages priced")
 
 
 def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
@@ -129,19 +130,19 @@ class _Cuts(NamedTuple):
 
 
 class _Queue:
-    """Candidates by increasing bound of time, of those that memory may hold."""
+    """Candidates that may fit into memory, by increasing bound of time."""
 
     def __init__(self, bounded: Bounded, step: int) -> None:
         self.bounded, self.step = bounded, step
         self.order = np.argsort(bounded.seconds, kind="stable")
-        self.known = self.killed = 0  # looked at; of these, killed by their bound of memory
+        self.known = self.killed = 0  # looked at; of these, dropped by the memory bound
         self.heap: list[tuple[float, int]] = []
 
     def push(self, bound: float, i: int) -> None:
         heapq.heappush(self.heap, (bound, i))
 
     def pop(self) -> tuple[float, int] | None:
-        """The least bound, None at the end."""
+        """The least bound and its candidate; None at the end."""
         while self.known < len(self.order) and (
             not self.heap or self.heap[0][0] >= self.bounded.seconds[self.order[self.known]]
         ):
@@ -165,7 +166,7 @@ class _Hunt:
         self.capacity_bytes, self.kept = capacity_bytes, kept
         self.bounded = Bounded(found, tables, num_rows, np.inf if exhaustive else capacity_bytes)
         self.best: list[Found] = []
-        self.nearest: Found | None = None  # the one that fails to fit by least
+        self.nearest: Found | None = None  # the candidate that comes nearest to fitting
         self.discarded: Counter[str] = Counter()
         self.priced = 0
         self.gap = 0.0
@@ -195,11 +196,11 @@ class _Hunt:
             self.discarded["memory bound"] += queue.killed
 
     def _limit(self) -> float:
-        """What a candidate has to beat to be kept."""
+        """The seconds below which a candidate is kept."""
         return self.best[-1].step_s if len(self.best) == self.kept else np.inf
 
     def _prepare(self, candidate: Candidate) -> _Cuts | None:
-        """Its cuts with their bounds."""
+        """The cuts of a candidate, with their bounds."""
         pricer = Pricer(self.tables, candidate, self.num_rows)
 
         @cache
@@ -217,7 +218,7 @@ class _Hunt:
         return None
 
     def _price(self, prepared: _Cuts, exhaustive: bool) -> None:
-        """Its best cut of those that fit."""
+        """Price the cuts of a candidate, and keep the best that fits."""
         best, misses = None, 0
         for i in np.argsort(prepared.lower_bounds, kind="stable"):
             limit = self._limit() if best is None else min(self._limit(), best.step_s)
@@ -243,7 +244,7 @@ class _Hunt:
         return pricer.price(cut, memory)
 
     def near(self) -> Found:
-        """The one that fails to fit by least; where bounds killed all, among the least bounds."""
+        """The candidate nearest to fitting; if bounds dropped all, one of the least of these."""
         order = np.argsort(self.bounded.memory_bytes, kind="stable")
         for i in order[:NEAR] if self.nearest is None else ():
             pricer = Pricer(self.tables, self.found[i], self.num_rows)

@@ -14,11 +14,11 @@ from ..shard.eliminate import Array
 
 Fits = Callable[[int, int, int], bool]  # (stage, first, end)
 ROUNDING = 1 + 1e-12
-MOST_TRIED = 300  # cuts that are all tried rather than reasoned about
+MOST_TRIED = 300  # so many cuts are all tried; of more, only the best-balanced and the even one
 
 
 class FreeCuts(NamedTuple):
-    """Cuts where memory is no concern."""
+    """Cuts without a memory limit."""
 
     balanced: tuple[int, ...] | None  # its slowest stage is as quick as can be
     even: tuple[int, ...]  # nearest to equal shares
@@ -33,7 +33,7 @@ def cuts(seconds: Array, num_stages: int, fits: Fits,
          free: Callable[[], FreeCuts]) -> Iterator[tuple[int, ...]]:
     """Borders worth evaluating: all of them if they are few, else the best-balanced that fit.
 
-    Where the cut that is best if memory is no concern fits, nothing is better.
+    If the cut that is best without a memory limit fits, no other is better.
     """
     count = len(seconds)
     if math.comb(count - 1, num_stages - 1) <= MOST_TRIED:
@@ -52,8 +52,8 @@ def cuts(seconds: Array, num_stages: int, fits: Fits,
 
 def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = None,
                         least: float = 0.0) -> tuple[int, ...] | None:
-    """Stages that all fit, whose slowest is as quick as can be; None if they never fit. Where it is
-    known that it takes `least`, the search begins there.
+    """Stages that all fit, whose slowest is as quick as can be; None if none fit. If the slowest is
+    known to take `least` seconds or more, the search begins there.
 
     For a given limit, filling every stage from the left as far as it goes is exact: what remains is
     then contained in what any other cut leaves, and time and memory only grow with the blocks. The
@@ -73,8 +73,8 @@ def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = Non
 
 def fill(ends: Sequence[float], num_stages: int, limit: float,
          fits: Fits | None) -> tuple[tuple[int, ...] | None, float]:
-    """Each stage as long as the limit and the memory allow, but leaving a block for each later; and
-    the next limit at which this comes out otherwise."""
+    """Make each stage as long as limit and memory allow, leaving a block for each later stage. Also
+    returns the next limit at which the stages would differ."""
     count, following = len(ends) - 1, math.inf
     borders = [0]
     for stage in range(num_stages):

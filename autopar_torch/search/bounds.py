@@ -1,4 +1,4 @@
-"""Lower bounds of time and memory, for all candidates at once. What they kill is never priced."""
+"""Lower bounds of time and memory, for all candidates at once. What they drop is not priced."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TINY = 1e-9  # seconds or bytes, instead of a division by zero
 
 
 class Bounded:
-    """Candidates as columns, what each of their programs costs (program x candidate), and bounds:
-    of time for all of them, of memory for those that `possible` is asked about."""
+    """Candidates as columns, the cost of each of their programs (program x candidate), and bounds:
+    of time for all of them, of memory for those that `possible` is called with."""
 
     def __init__(self, found: Candidates, tables: Tables, num_rows: int,
                  capacity_bytes: float) -> None:
@@ -36,7 +36,7 @@ class Bounded:
         self.common = np.array(common)[self.option]
         self.held = self._held()
         self.seconds = self._seconds()
-        self.memory_bytes = np.full(len(found), np.inf)  # of those who were looked at
+        self.memory_bytes = np.full(len(found), np.inf)  # until a candidate is looked at
 
     def _per_option(self, values: Callable[[int], Array | Ints]) -> Array:
         """A column of numbers per option, padded to the most programs."""
@@ -84,8 +84,8 @@ class Bounded:
         return found.take(which, 1)
 
     def _held(self) -> Array:
-        """What lasts and all gradients; of a block of the most common program (the least of them)
-        what lasts, and of its gradients what stays."""
+        """Three rows of bytes per candidate: parameters and optimizer state with all gradients; for
+        one block of the most common program the same without gradients; the gradients it keeps."""
         tables, copies = self.tables, self.tables.precision == "bfloat16"
         first, which = self._by(self.option, self.dp, self.zero)
         found = np.zeros((3, len(first)))
@@ -101,12 +101,12 @@ class Bounded:
         return found.take(which, 1)
 
     def _team(self, op: str, i: int) -> Curve:
-        """Of the ranks that share the first stage of a candidate."""
+        """The curve of the ranks that share the first stage of a candidate."""
         stride = int(self.pp[i]) * self.tables.options[self.option[i]].degree
         return self.tables.curve(op, 0, stride, int(self.dp[i]))
 
     def _seconds(self) -> Array:
-        """No cut is faster: seconds that its busiest position is busy, or the chain through it.
+        """Seconds below any cut: for which the busiest position is busy, or the chain through it.
 
         With positions k = 0..p-1 of forward f_k, backward b_k and t_k = f_k + b_k: in 1F1B the
         first backward of k starts after all forwards on the way and all backwards behind it (of
@@ -133,9 +133,9 @@ class Bounded:
         return self._outside() + np.maximum(m * longest, np.where(plain, chain, 0.0)) / ROUNDING
 
     def _longest(self, work: Array) -> Array:
-        """Seconds of the blocks of the position that has most of them, at least.
+        """A lower bound of the seconds of the position whose blocks take longest.
 
-        It has no less than the average. And blocks are whole: let n of them have w seconds, those
+        That is no less than the average. And blocks are whole: let n of them have w seconds, those
         of the most common program, or more. If no position has more than t, each has place for
         floor(t / w) of the n, and one that also holds a shorter block of o seconds, or one of
         w + o, for floor((t - o) / w); together the positions need place for n. With o = (q + r) w,
@@ -151,8 +151,8 @@ class Bounded:
         return np.maximum((self.counts * work).sum(axis=0) / self.pp, (w * places).max(axis=0))
 
     def _per_micro_batch(self) -> Array:
-        """Program x candidate: seconds of adding gradients and of waiting for their sums, the least
-        of them (see `Pricer`)."""
+        """Program x candidate: the least seconds of adding gradients and of waiting for their sums
+        (see `Pricer`)."""
         tables, many = self.tables, (self.count - 1) / self.count
         add = tables.profile.profile.overheads.add_s_per_byte
         adding = add * self._per_option(lambda o: tables.least(o, tables.params(o).trained))
@@ -164,7 +164,7 @@ class Bounded:
     def _outside(self) -> Array:
         """What comes before and after: gathering at least the smallest block, and updating at
         least the average share."""
-        # what ZeRO 1 and 2 do here is the same
+        # here ZeRO 1 and 2 do the same
         first, which = self._by(self.option, self.dp, self.zero - (self.zero >= 2))
         tables, found = self.tables, np.zeros(len(first))
         over = tables.profile.profile.overheads
@@ -182,7 +182,7 @@ class Bounded:
         return found[which]
 
     def possible(self, chosen: Ints) -> Ints:
-        """Those of some that memory may hold: no cut needs less on every device, and all blocks
+        """The candidates that memory may hold: no cut needs less on every device, and all blocks
         find a place.
 
         Some position holds at least the average of what lasts and of the gradients. And of the
@@ -213,8 +213,8 @@ class Bounded:
 
 
 def lower_bound_s(curve: Curve, num_bytes: float) -> float:
-    """Seconds of a message of so many bytes or more, whatever was measured of larger ones."""
-    points = getattr(curve, "points", None)  # links that are assumed have none
+    """A lower bound for messages of so many bytes or more, whatever larger ones were measured."""
+    points = getattr(curve, "points", None)  # assumed links have no points
     if points is None:
         return curve.seconds(num_bytes)
     falling = len(points) > 1 and points[-1][1] < points[-2][1]

@@ -11,7 +11,7 @@ from .tables import Array
 
 
 def lower_bounds(pricer: Pricer, cuts: Sequence[tuple[int, ...]]) -> Array:
-    """Per cut: no step with these borders is shorter. `bounds` proves the same for all cuts."""
+    """A lower bound of the step for each cut; `bounds` has one for all cuts of a candidate."""
     parts = pricer.weighed(cuts)
     outside = parts.begin.min(axis=1) + pricer.loss_s + parts.update.max(axis=1)
     return _inside(pricer, parts) + outside
@@ -41,7 +41,7 @@ def _inside(pricer: Pricer, parts: StageSeconds) -> Array:
 
 
 def _behind(seconds: Array) -> Array:
-    """Of all stages after each."""
+    """Sums over all stages after each."""
     return seconds.sum(axis=-1, keepdims=True) - seconds.cumsum(axis=-1)
 
 

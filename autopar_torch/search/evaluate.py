@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
     @property
     def order(self) -> tuple[float, float, Candidate, tuple[int, ...]]:
-        """Ties fall the same way everywhere: less memory, then the plainer plan."""
+        """By time; ties alike on all machines: less memory first, then the plainer plan."""
         return (self.step_s, self.memory_bytes, self.candidate, self.borders)
 
 
@@ -37,7 +37,7 @@ class StageSeconds(NamedTuple):
     work: Array  # fields of `Pipeline`; cut; stage
     send: Array  # cut; border between two stages
     back: Array
-    held: Array  # cut; stage: how long sending its gradients back holds it up
+    held: Array  # cut; stage: for how long sending its gradients back blocks it
     begin: Array  # cut; position: what comes before its schedule
     update: Array  # cut; position: what comes after all are done
 
@@ -51,7 +51,7 @@ class StageSeconds(NamedTuple):
 
 
 class Pricer:
-    """Everything about one candidate that does not depend on its borders, and then the rest."""
+    """Prices the cuts of one candidate. What does not depend on borders is worked out once."""
 
     def __init__(self, tables: Tables, candidate: Candidate, num_rows: int) -> None:
         self.tables, self.candidate = tables, candidate
@@ -68,7 +68,7 @@ class Pricer:
             blocks = blocks._replace(
                 forward=blocks.forward + gathers, backward=blocks.backward + gathers,
                 input=blocks.input + gathers, working=leaf + np.maximum(leaf, blocks.working))
-        stays = staying(c.zero, c.dp) * (c.micro_batches > 1)  # to be added to
+        stays = staying(c.zero, c.dp) * (c.micro_batches > 1)  # part of a gradient that is added to
         adding = stays * self.over.add_s_per_byte * self.params.trained
         added = stays * (self.params.trained > 0) * blocks.added
         work = self._works(blocks, adding, added)
@@ -92,9 +92,9 @@ class Pricer:
         self.leaf = _sums(self.params.leaf)
 
     def _works(self, blocks: Blocks, adding: Array, added: Array) -> Array:
-        """Fields of `Pipeline` per block. Gradients are added to those that are there. ZeRO 2 and 3
-        sum them at once, but for the last ones of ZeRO 2: these, and all others, are only packed,
-        and summed beside the backward."""
+        """Fields of `Pipeline` per block. Later gradients are added to earlier ones. ZeRO 2 and 3
+        sum them over the ranks after each micro-batch, but ZeRO 2 not after the last one: then, as
+        with ZeRO 0 and 1, they are only packed, and the sums go on beside the backward."""
         c, sums, more = self.candidate, summing(self.tables, self.candidate), adding + added
         packing = self.over.packing(self.op) if c.dp > 1 else 0.0
         last = sums if c.zero == 3 else packing * self.params.trained
@@ -155,7 +155,7 @@ class Pricer:
     # --- time -----------------------------------------------------------------------------------
 
     def weighed(self, cuts: Sequence[tuple[int, ...]]) -> StageSeconds:
-        """The seconds of several cuts; kept for whoever prices one of them."""
+        """The seconds of several cuts; they are kept for pricing one of them later."""
         parts = self.parts(np.array(cuts))
         self._weighed |= {cut: (parts, i) for i, cut in enumerate(cuts)}
         return parts
@@ -177,13 +177,13 @@ class Pricer:
         c, over = self.candidate, self.over
         work = np.diff(self.work[:, borders], axis=2)
         work[FORWARD] += over.action_s
-        work[FORWARD][:, : c.pp] += over.micro_batch_s  # later stages of a position find it done
+        work[FORWARD][:, : c.pp] += over.micro_batch_s  # done once for all stages of a position
         send, back = np.zeros((2, len(borders), c.stages() - 1))
         held = np.zeros((len(borders), c.stages()))
         for curve, s in self.tables.hops(self.tp, c.pp, c.stages()) if c.pp > 1 else ():
             ahead, answer = self.tables.message(c.option, self.rows, curve)
             there, here = ahead[borders[:, s + 1]], answer[borders[:, s + 1]]
-            for side in (s, s + 1) if curve.held else ():  # part of it holds up both ranks
+            for side in (s, s + 1) if curve.held else ():  # part of it blocks both ranks
                 work[FORWARD][:, side] += curve.held * there
                 for part in (BACKWARD, INPUT, FIRST_B, LAST_B):
                     work[part][:, side] += curve.held * here
@@ -195,7 +195,7 @@ class Pricer:
         return StageSeconds(work, send, back, held, begin, self._by_position(self.update, borders))
 
     def _by_position(self, sums: Array, borders: NDArray[np.int64]) -> Array:
-        """Cut x position: of something that adds up."""
+        """Cut x position: the sum of something over the stages of each position."""
         return np.diff(sums[borders], axis=1).reshape(len(borders), -1, self.candidate.pp).sum(
             axis=1)
 
@@ -208,15 +208,15 @@ class Pricer:
         return np.array(seconds).reshape(sizes.shape) + sizes * self.over.fill_s_per_byte
 
     def _lag(self, stage: tuple[int, int], index: int) -> tuple[float, float]:
-        """Of the sums of a stage: by how much the last one ends after its last backward, and their
-        seconds. Buckets leave as that backward, or the second part of it, fills them."""
+        """(by how much a stage's gradient sums end after its last backward, their seconds in all).
+        Buckets leave as that backward, or the second part of it, fills them."""
         c, (first, end) = self.candidate, stage
         part = LAST_W if c.num_split(index) else LAST_B
         curve = self.tables.curve(self.op, index % c.pp * self.tp, c.pp * self.tp, c.dp)
         key = (id(curve), part, self.programs[first:end].tobytes(),
                self.params.trained[first:end].tobytes())
         if key not in self._lags:
-            starts = (self.work[part] - self.adding)[first:end].tolist()  # adding comes before all
+            starts = (self.work[part] - self.adding)[first:end].tolist()  # adding comes first
             done, total = -np.inf, 0.0
             for i, size in buckets(self.params.each[first:end], self.bucket, c.zero >= 2):
                 seconds = curve.seconds(size)
@@ -227,8 +227,8 @@ class Pricer:
 
 def buckets(each: Sequence[tuple[float, ...]], most: float,
             apart: bool) -> Iterator[tuple[int, float]]:
-    """Gradients of some blocks in messages, as `buckets_of` has them: (block that completes it,
-    bytes); those of a block are `apart` from those of others, or not."""
+    """Gradients of some blocks in messages, as `buckets_of` makes them: (block that completes it,
+    bytes). `apart`: no message has gradients of two blocks."""
     size = 0.0
     rest = [i for i, sizes in enumerate(each) if sizes]
     for i in reversed(rest):
@@ -243,7 +243,7 @@ def buckets(each: Sequence[tuple[float, ...]], most: float,
 
 
 def summing(tables: Tables, c: Candidate) -> Array:
-    """Seconds per block in which ZeRO 2 and 3 sum gradients at once, and keep their own part."""
+    """Seconds per block in which ZeRO 2 and 3 sum its gradients and keep a rank's own part."""
     each = tables.params(c.option).each
     if c.zero < 2 or c.dp == 1:
         return np.zeros(len(each))
@@ -268,7 +268,7 @@ def gathering(tables: Tables, c: Candidate) -> Array:
 
 
 def _sums(values: Array) -> Array:
-    """Of the blocks before each border, along the last axis."""
+    """Sums over the blocks before each border, along the last axis."""
     found = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
     np.cumsum(values, axis=-1, out=found[..., 1:])
     return found

@@ -13,12 +13,12 @@ from .tables import Array, Blocks, Ints, Params
 
 
 class PositionMemory:
-    """What does not depend on the borders of one candidate; then `peak` is a few sums.
+    """Works out what does not depend on a candidate's borders, so that `peak` is a few sums.
 
     At the worst moment a position holds its parameters and what the optimizer keeps; and either
-    activations in flight, what one block works with (or what a backward in two parts left in place
-    of one of them) and the gradients so far, or the gradients and the messages that they are packed
-    into.
+    activations in flight, the working memory of one block (or what a backward in two parts keeps of
+    a micro-batch for its second part) and the gradients so far, or all gradients and the messages
+    that they are packed into.
     """
 
     def __init__(self, c: Candidate, params: Params, blocks: Blocks, came: Array,
@@ -91,20 +91,20 @@ def lasting(zero: int | Ints, dp: int | Ints, params: Params, copies: bool) -> A
 
 
 def staying(zero: int | Ints, dp: int | Ints) -> Any:
-    """The part of the gradients that is kept from one micro-batch to the next; of columns, too."""
+    """The part of the gradients that is kept between micro-batches; also for columns at once."""
     return 1.0 / dp ** (zero >= 2)
 
 
 def so_far(zero: int | Ints, dp: int | Ints, params: Params, half_grads: bool) -> Array:
-    """Per block: bytes of those gradients. What ZeRO 2 and 3 have summed is as the parameters are,
-    what is not summed yet may be as the leaves are."""
+    """Per block: bytes of gradients kept between micro-batches. What ZeRO 2 and 3 have summed has
+    the type of the parameters; what is not summed yet may have the type of the leaves."""
     whole = params.leaf if half_grads else params.trained
     return np.where(zero >= 2, params.trained * staying(zero, dp), whole)
 
 
 def in_flight(schedule: int | Ints, pp: int | Ints, count: int | Ints, virtual: int | Ints,
               position: Ints) -> Ints:
-    """Micro-batches whose activations positions hold at their peak, counted per stage of theirs."""
+    """Micro-batches whose activations a position holds at its peak, summed over its stages."""
     most = count * virtual
     first = {"1f1b": pp, "gpipe": most, "zero_bubble": pp, "interleaved": (virtual + 1) * pp - 1}
     fewer = {"1f1b": 1, "gpipe": 0, "zero_bubble": 0, "interleaved": 2}  # from position to position

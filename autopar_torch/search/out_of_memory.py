@@ -46,7 +46,7 @@ def words(tables: Tables, c: Candidate) -> str:
 
 def _ways_out(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
               limits: Constraints, parts: dict[str, float]) -> list[str]:
-    """Three of them, the cheapest first."""
+    """Three ways to make it fit, the cheapest first."""
     ways = []
     pinned = [name for name in ("tp", "pp", "dp", "zero", "num_micro_batches", "recompute",
                                 "schedule") if getattr(limits, name) is not None]

@@ -26,7 +26,7 @@ MAY_BE_0 = ("zero", "recompute")
 
 @dataclass(frozen=True)
 class Case:
-    """A search that can be asked again."""
+    """All that a search depends on, so that it can be repeated with something changed."""
 
     graph: ModelGraph
     options: Sequence[Option]

@@ -52,7 +52,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: bool | None = None
     max_virtual: Annotated[int, Meta(ge=1, le=64)] = 2
     precision: Precision = "float32"
-    grad_dtype: Precision = "float32"  # in which gradients are added up under bfloat16
+    grad_dtype: Precision = "float32"  # type in which gradients are added up under bfloat16
     # Per device, instead of what the device has.
     memory_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
@@ -79,11 +79,11 @@ class Candidate(NamedTuple):
         return self.pp * self.virtual
 
     def rows(self, num_rows: int) -> int:
-        """Rows of the largest micro-batch: whoever has it is waited for."""
+        """Rows of the largest micro-batch, as all ranks wait for the one that has it."""
         return -(-num_rows // (self.dp * self.micro_batches))
 
     def num_split(self, stage: int) -> int:
-        """How many backwards of a stage its list has in two parts."""
+        """How many backwards of a stage the schedule splits in two."""
         if self.schedule == "zero_bubble":
             return self.micro_batches
         return min(self.micro_batches, self.pp - stage) if self.schedule == "1f1b" and stage else 0
@@ -93,7 +93,7 @@ SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interlea
 
 
 class Candidates(Sequence[Candidate]):
-    """A row of numbers for each (schedules as codes); who is asked for is put into words."""
+    """All candidates as rows of numbers; indexing makes a `Candidate` of one row."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         self.rows = rows
@@ -140,8 +140,8 @@ def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled
 
 
 def _counts(dp: int, num_rows: int) -> list[int]:
-    """Micro-batches per replica. Where rows are left over, the first replica has largest ones only:
-    then what is priced is what it does."""
+    """Numbers of micro-batches per replica. If rows do not divide evenly: only numbers for which
+    the first replica has none but largest micro-batches, as these are what is priced."""
     if num_rows % dp == 0:
         return [m for m in divisors(num_rows // dp) if m <= MOST_MICRO_BATCHES]
     doubled = [1 << k for k in range(min(num_rows // dp, MOST_MICRO_BATCHES).bit_length())]
@@ -149,7 +149,7 @@ def _counts(dp: int, num_rows: int) -> list[int]:
 
 
 def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:
-    """Each with every ZeRO stage and recompute; one replica alone has nothing to share."""
+    """Combine each with every ZeRO stage and recompute; a single replica has no use for ZeRO."""
     choices = [choice for choice in (False, True) if _allows(limits.recompute, choice)]
     zeros = [0, 1, 2, 3] if limits.zero is None else [limits.zero]
     alone = [(0, recompute) for recompute in choices if _allows(limits.zero, 0)]

@@ -20,7 +20,7 @@ from ..simulate.walk import Pipeline, walk
 from .borders import FreeCuts, free_cuts
 from .space import Candidate, Option
 
-BUSY = 0.5  # of a core: beside such sending little else is done
+BUSY = 0.5  # part of a core: sending that takes more leaves little for computing
 SMALL_BYTES = 2 * 2**20  # of a bucket
 
 Ints = NDArray[np.int64]
@@ -28,9 +28,9 @@ Crossing = tuple[tuple[TensorInfo, int], ...]  # values and in how many parts th
 
 
 class Params(NamedTuple):
-    """Per block, on one device: bytes of parameters, of those with gradients, and of their leaves
-    (what forward reads: a bfloat16 copy, or the parameter itself), of the largest, and how many;
-    and of each with gradients, in the order in which these come."""
+    """Per block, on one device: bytes of its parameters, of those that are trained, of their leaves
+    (what forward reads: a bfloat16 copy, or the parameter itself), and of the largest; how many are
+    trained; and the bytes of each of these, in the order in which their gradients come."""
 
     held: Array
     trained: Array
@@ -49,8 +49,8 @@ class Blocks(NamedTuple):
     weight: Array
     kept: Array
     working: Array
-    added: Array  # seconds more of a backward whose gradients are there already
-    stash: Array  # the most of it that is kept where weights are put off
+    added: Array  # more seconds of a backward that adds to gradients which are there already
+    stash: Array  # bytes kept of it for the weight part of a split backward
 
 
 class Tables:
@@ -79,7 +79,7 @@ class Tables:
         return self.profile.profile.cluster
 
     def curve(self, op: str, start: int, step: int, count: int) -> Curve:
-        """Of ranks at equal distances."""
+        """The curve of ranks at equal distances."""
         key = (op, start, step, count)
         if key not in self._curves:
             ranks = range(start, start + step * count, step)
@@ -87,7 +87,7 @@ class Tables:
         return self._curves[key]
 
     def bucket_bytes(self, c: Candidate) -> int:
-        """Where sending leaves the core free, most of all gradients travel beside the backward.
+        """Small buckets where sending leaves the core free: most then travel beside the backward.
 
         ZeRO 2 and 3 have a bucket per block anyway.
         """
@@ -100,7 +100,7 @@ class Tables:
         return int(min(max(quarter, SMALL_BYTES), BUCKET_BYTES))
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
-        """Per border: seconds of its message over such a line, and of the answer."""
+        """Per border: seconds of its message over such a line, and of the gradients back."""
         key = (option, rows, id(curve))
         if key not in self._messages:
             sizes = np.array(self.sends(option, rows))
@@ -122,14 +122,14 @@ class Tables:
         return self._hops[key]
 
     def free_cuts(self, key: tuple[object, ...], seconds: Array, num_stages: int) -> FreeCuts:
-        """How to cut if memory is no concern, found once for equal work."""
+        """How to cut without a memory limit, found once for equal work."""
         if key not in self._free_cuts:
             self._free_cuts[key] = free_cuts(seconds, num_stages)
         return self._free_cuts[key]
 
     def ends(self, name: str, pipe: Pipeline, count: int, virtual: int,
              starts: tuple[float, ...]) -> list[float]:
-        """When every stage ends, once for equal pipelines."""
+        """When every stage ends, worked out once for equal pipelines."""
         key = (name, pipe, count, virtual, starts)
         if key not in self._ends:
             position_of = tuple(range(len(pipe.forward) // virtual)) * virtual
@@ -251,7 +251,7 @@ class Tables:
                 for slot, value in block.outputs.items()}
 
     def _cut(self, option: int, value: str) -> int:
-        """Parts that a value lies in, where it is made."""
+        """In how many parts a value is cut where it is made."""
         block, slot = self._makers[value]
         sharding = self.options[option].shardings[block]
         if sharding is None:

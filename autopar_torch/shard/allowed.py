@@ -63,7 +63,7 @@ class _Check:
         raise self._wrong(what, "forms", {form.text for form in legal})
 
     def _forms_of(self, node: fx.Node) -> dict[str, list[Forms]]:
-        """What may be said of a value: how it lies at the border, and what its readers share."""
+        """The legal forms of a value: at a border, as a parameter, and as its readers share it."""
         name, info = node.name, cast(TensorInfo, node.meta.get("info"))
         readers = [k for k, value in self.outputs if value is node]
         wanted = [choice.ins[k] for user, k in self._users(node) for choice in self.legal[user]]
@@ -79,7 +79,7 @@ class _Check:
         return found
 
     def _users(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
-        """Ops that read a value, and as which of their inputs."""
+        """(op, number of its input) for each op that reads a value."""
         found = []
         for user in node.users:
             if user in self.legal:
@@ -88,7 +88,7 @@ class _Check:
         return found
 
     def _follow(self, node: fx.Node, forms: dict[str, Forms]) -> None:
-        """From the form in which a value is made to those in which it is read."""
+        """Check that a value can become, from the form it is made in, those it is read in."""
         choice = self.chosen.get(node)
         have = choice.made if choice else forms.get(
             node.name, Forms.whole(len(self.mesh)))
@@ -118,5 +118,5 @@ class _Check:
 
 
 def check(graph: fx.Graph, sharding: Sharding) -> None:
-    """Refuse what the rules do not allow."""
+    """Refuse a sharding that the rules do not allow."""
     _Check(graph, sharding).run()

@@ -1,6 +1,6 @@
-"""The parts of all who hold some of a tensor, cut into *atoms*: each with the ranks that have it.
+"""All ranks' parts of a tensor, cut into *atoms*: boxes, each with the ranks that hold it.
 
-Atoms are disjoint and cover what anyone holds. The first holder of an atom speaks for it, so what
+Atoms are disjoint and cover every part. The first holder of an atom speaks for it, so what
 concerns the whole tensor (a norm, a state dict, a checkpoint) counts every element once. Pure.
 """
 
@@ -21,7 +21,7 @@ class Atom(NamedTuple):
 
 
 def atoms(boxes_of: Mapping[int, Sequence[Box]]) -> list[Atom]:
-    """Of rank -> the boxes it has; in an order that is the same on every rank."""
+    """The atoms of `boxes` (rank -> the boxes it has), in the same order on every rank."""
     parts: dict[tuple[Box, ...], list[int]] = {}
     for rank in sorted(boxes_of):
         own = tuple(box for box in boxes_of[rank] if all(box[1]))

@@ -79,7 +79,7 @@ def start_exchange(pieces: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) 
 def start_scatter(rows: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
     """A row to every rank, under way, and where this rank's rows of all will be.
 
-    Gloo's own all-to-all is quicker to someone who has waited for long, on one machine; on a link
+    On one machine, Gloo's own all-to-all is quicker for a rank that has waited for long; on a link
     of 200 Mbit/s it took a third longer, for no reason that was found.
     """
     got = torch.empty_like(rows)
@@ -91,7 +91,7 @@ def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tenso
                    axis: Axis, tagged: bool = False) -> list[Any]:
     """Messages to and from places of an axis, under way.
 
-    `tagged`: what is k-th here is k-th there, so that one pair may have several on the way.
+    `tagged`: message k of the sender is message k of the receiver, so a pair may have several.
     """
     sent = [(x.contiguous(), axis.ranks[j]) for x, j in out]
     if dist.get_backend(axis.group) != "gloo":
@@ -121,7 +121,7 @@ def reduce_scatter(x: Tensor, target: Cut, axis: Axis) -> Tensor:
 
 
 def added(got: Sequence[Tensor]) -> Tensor:
-    """What came from everyone, as one sum; `stack` and `sum` take twice as long."""
+    """The sum of what came from all ranks; `stack` and `sum` take twice as long."""
     total = got[0] + got[1] if len(got) > 1 else got[0]
     for other in got[2:]:
         total += other
@@ -134,7 +134,7 @@ def all_to_all(x: Tensor, source: Split, target: Split, axis: Axis) -> Tensor:
 
 
 def reblock(x: Tensor, source: Cut, target: Cut, axis: Axis) -> Tensor:
-    """From one cut to another, in messages between those whose pieces overlap."""
+    """From one cut to another, in messages between ranks whose pieces overlap."""
     me, frame = axis.index, Frame(x, source, axis.parts, target)
     x, have, want = frame.open(x), frame.box(source, me), frame.box(target, me)
     result = x.new_empty(want[1])
@@ -150,7 +150,7 @@ def reblock(x: Tensor, source: Cut, target: Cut, axis: Axis) -> Tensor:
 
 @heard
 def _deliver(out: dict[int, Tensor], into: dict[int, Tensor], axis: Axis) -> None:
-    """Send and receive views by place; what a rank has for itself is copied."""
+    """Send and receive views by place; a rank copies what it has for itself."""
     own, target = out.pop(axis.index, None), into.pop(axis.index, None)
     got = {j: torch.empty_like(view, memory_format=torch.contiguous_format)
            for j, view in into.items()}
@@ -333,7 +333,7 @@ class SyncBatchNorm(nn.Module):
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """What ops on a device draw from."""
+    """The generator from which ops on a device draw."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[device.index or 0]
@@ -341,10 +341,10 @@ def generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def apart(place: int, device: torch.device) -> Iterator[None]:
-    """Draw numbers that each place has for itself.
+    """Draw other numbers on each place.
 
-    The seed comes from the stream that all places share, so that whatever is whole on each of them
-    goes on drawing the same numbers.
+    The seed comes from the stream that all places share. That stream goes on alike everywhere, for
+    values that are whole on each place.
     """
     seed, own = int(torch.randint(2**62, ())) + place, generator(device)
     before = own.get_state()

@@ -62,7 +62,7 @@ def _axis(single: Sequence[Layout], axis: int, parts: int, prices: Prices) -> _A
 
 
 def _step(move: Move, parts: int, prices: Prices) -> tuple[float, float]:
-    """From one layout to another, by way of a third where it must."""
+    """Price of one layout to another, by way of a third where needed."""
     stops = [move.source, detour(move.source, move.target), move.target]
     costs = [move_price(Move(move.axis, a, b), parts, prices)
              for a, b in itertools.pairwise(stops) if a != b]

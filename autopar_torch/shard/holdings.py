@@ -1,4 +1,4 @@
-"""Who holds which part of every parameter, and with whom its gradient is summed. Pure."""
+"""Which ranks hold which part of every parameter, and which ranks sum its gradient. Pure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
 
 def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: TensorInfo,
                 rows: int) -> list[int]:
-    """On a device of a stage: a value that crosses one of its borders."""
+    """Shape, on one device of a stage, of a value that crosses a border of the stage."""
     for index in range(*(stage.blocks or (0, 0))):
         block, sharding = graph.blocks[index], plan.sharding(stage, index)
         slots = {**block.inputs, **block.outputs}
@@ -119,14 +119,14 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[LocalParam]]:
 
 
 class Team(NamedTuple):
-    """Ranks whose gradients of a parameter are summed; `layouts_differ`: so do their parts."""
+    """Ranks that sum their gradients of a parameter; `layouts_differ`: so do their parts."""
 
     ranks: tuple[int, ...]
     layouts_differ: bool = False
 
 
 def team_of(holdings: list[LocalParam], rank: int) -> Team:
-    """With whom a rank sums its gradient."""
+    """The ranks with which a rank sums its gradient."""
     mine = next(h for h in holdings if h.rank == rank)
     stages = {h.stage for h in holdings}
     alike = {(h.forms, h.mesh) for h in holdings}

@@ -1,4 +1,4 @@
-"""Linears whose weight gradients go straight to where they belong, or wait to be asked for.
+"""Linears whose weight gradients are added in place, or wait for a later action.
 
 Autograd makes a gradient, then adds it to the one that is there: another pass over both, and memory
 for one more. A product that starts from what is there needs neither.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GradWork = Callable[[Tensor | None], Tensor]  # makes a gradient, added to what is given
+GradWork = Callable[[Tensor | None], Tensor]  # makes a gradient, added to the argument if given
 
 
 class WeightQueue:
@@ -34,8 +34,8 @@ class WeightQueue:
 
     @torch.no_grad()
     def flush(self, done: Callable[[Tensor], object] = lambda weight: None) -> None:
-        """Compute and accumulate what waits, letting go of each as it is done; tells when a weight
-        has all that waited for it."""
+        """Compute and accumulate the waiting gradients, and free each when it is done. `done` is
+        called with each weight after its last one."""
         left = Counter(id(weight) for weight, _ in self.waiting)
         while self.waiting:
             weight, work = self.waiting.popleft()
@@ -49,8 +49,8 @@ class WeightQueue:
 
 
 def deliver(weight: Tensor, work: GradWork) -> Tensor | None:
-    """The gradient of a leaf for autograd to add; None where it waits for its own action, or has
-    been added to what is there: that is only done where nobody is told of its coming."""
+    """The gradient of a leaf, for autograd to add. None if it waits for its own action, or is added
+    here to the one that is there; that is not done if hooks wait for autograd to add it."""
     if WeightQueue.active is not None:
         WeightQueue.active.waiting.append((weight, work))
         return None
@@ -61,7 +61,7 @@ def deliver(weight: Tensor, work: GradWork) -> Tensor | None:
 
 
 def product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Added to a total, if there is one."""
+    """The product `a @ b`, added to a total if there is one."""
     if total is None:
         return a @ b
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)

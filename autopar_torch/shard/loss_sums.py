@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean cross-entropy divides by: labels that count, by weight."""
+    """The divisor of a mean cross-entropy: the labels that count, each by its weight."""
     real = target != ignore_index
     if weight is None:
         return real.sum().to(torch.float32)

@@ -206,7 +206,7 @@ class Lowering:
         return None
 
     def _place_of(self, layouts: Layouts) -> int | None:
-        """Which part of a value this rank has; None for all of it."""
+        """The number of the part of a value that this rank has; None if it has all of it."""
         if not any(is_cut(layout) for layout in layouts):
             return None
         place = 0
@@ -248,8 +248,8 @@ class Lowering:
         return self._plain(node, choice, {**ready, bias: shared})
 
     def _linear(self, node: fx.Node, choice: OpWay | None, ready: Ready) -> fx.Node | None:
-        """By a parameter, in a ring or whole. Where results are partial sums, each rank adds a
-        share of the bias."""
+        """A linear by a parameter, in a ring or not. If its results are partial sums, each rank
+        adds a share of the bias."""
         x, weight, bias = (ShapedOp(node).arg(place) for place in OPERANDS[op_name(node)])
         ring = choice.ring if choice is not None else None
         own = ready[weight]  # a leaf: the parameter as this rank holds it
@@ -268,7 +268,7 @@ class Lowering:
 
 
 def _is_plain(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
-    """Rows times a matrix, to all of which the same is added."""
+    """Whether it is rows times a matrix, with one bias added to all rows."""
     dims = [None if n is None else len(n.meta["info"].shape) for n in (x, weight, bias)]
     return not node.kwargs and dims[0] != 1 and dims[1] == 2 and dims[2] in (None, 1)
 

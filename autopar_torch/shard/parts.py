@@ -30,7 +30,7 @@ def piece(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
 
 
 def join(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
-    """The whole value from the pieces of all ranks."""
+    """The whole value, from the pieces of all ranks."""
     if not isinstance(layout, Split):
         return _assemble(pieces, layout)
     if layout.outer == 1:

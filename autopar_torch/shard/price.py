@@ -69,7 +69,7 @@ def moves(source: Layouts, target: Layouts) -> list[Move]:
 
 
 def detour(source: Layout, target: Layout) -> Layout:
-    """What a value has to become first: parts within different outer parts are not exchanged."""
+    """The layout to go through: parts cut within different outer parts cannot be exchanged."""
     if is_column(source) and source.skew == "p" and source != target:
         return PARTIAL
     if isinstance(source, str) or isinstance(target, str) or source == target:
@@ -109,7 +109,7 @@ def move_price(move: Move, parts: int, prices: Prices) -> tuple[float, float]:
 
 
 def _nature(layout: Layout) -> str:
-    """What a conversion costs depends on this much of a layout."""
+    """The part of a layout on which the cost of a conversion depends."""
     if isinstance(layout, str):
         return layout
     if not is_column(layout):

@@ -1,4 +1,4 @@
-"""How gradients come together: who cuts a parameter under ZeRO, and what travels in one message.
+"""How gradients are summed: which ranks cut a parameter under ZeRO, what one message carries.
 
 Pure: the runtime executes these buckets, the simulator prices them.
 """
@@ -23,9 +23,9 @@ class Share(NamedTuple):
     team: Team
     local: tuple[int, ...]  # this rank's part before the ZeRO cut
     dtype: str
-    trained: bool  # its gradient is wanted
+    trained: bool  # it gets gradients
     zero: bool  # cut once more among its team
-    same_schedule: bool  # all of the team use it at the same points of their schedules
+    same_schedule: bool  # all ranks of the team use it at the same points of their schedules
 
     @property
     def rows(self) -> int:
@@ -50,12 +50,12 @@ class Share(NamedTuple):
         return (end - start) * math.prod(self.local[1:])
 
     def own_rows(self) -> tuple[int, int]:
-        """First row and end of what this rank owns of its part under ZeRO."""
+        """First and end row of the piece that this rank owns under ZeRO, within its part."""
         start = min(self.team.ranks.index(self.holding.rank) * self.rows, self.local[0])
         return start, min(start + self.rows, self.local[0])
 
     def boxes(self, shape: tuple[int, ...]) -> list[Box]:
-        """Rectangles of the full tensor, in the order in which they lie in what is owned."""
+        """Rectangles of the full tensor, in the order in which they lie in the owned rows."""
         boxes = self.holding.boxes(shape)
         if not self.zero:
             return boxes
@@ -92,7 +92,7 @@ def shares_of(plan: Plan, graph: ModelGraph, rank: int,
 
 def boxes_of(plan: Plan, graph: ModelGraph, name: str,
              everyone: list[LocalParam]) -> dict[int, list[Box]]:
-    """Rank -> what it keeps of a parameter."""
+    """Rank -> the boxes that it keeps of a parameter."""
     shape = graph.params[name].shape
     teams: dict[tuple[object, ...], Team] = {}
     found = {}

@@ -1,6 +1,7 @@
 """How an op may be split, as a table of factors: a dim of every input, and of the output or none.
 
-An op without a rule is replicated: always right, only slower, and reported.
+An op without a rule is replicated: always right, only slower, and reported. To add a rule, give
+`_RULES` the name of the op and a function that lists its factors.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ PARTS = {"split", "chunk"}
 
 
 def factors_of(op: ShapedOp) -> list[DimFactor]:
-    """Of any op but views and parts, which strategies.py follows by their outer parts."""
+    """The factors of any op but views and parts, which strategies.py follows through the graph."""
     rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
     return [] if rule is None or not op.inputs else rule(op)
 

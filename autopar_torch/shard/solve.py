@@ -47,7 +47,7 @@ from .rules import ShapedOp
 from .square import all_strategies
 
 SHOWN = 8  # of what would be legal
-Spatial = Literal["free", "never", "always"]  # linears in rings: where cheapest, or as said
+Spatial = Literal["free", "never", "always"]  # linears in rings: where it is cheapest, or as pinned
 
 
 class OpWay(NamedTuple):
@@ -71,7 +71,7 @@ class OpWay(NamedTuple):
 
 
 class KindTable(NamedTuple):
-    """What is left of a kind: cost over the forms of its border slots, and the way back."""
+    """A kind after eliminating: its cost over the forms of its border slots, and the way back."""
 
     graph: fx.Graph
     mesh: tuple[int, ...]
@@ -220,7 +220,7 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
 
 
 def _allowed(choices: list[OpWay], spatial: Spatial) -> list[OpWay]:
-    """With "always", a linear that can run in a ring does."""
+    """With "always", a linear that can run in a ring must."""
     rings = [c for c in choices if c.ring is not None]
     if spatial == "never":
         return [c for c in choices if not any(isinstance(x, Square) for x in c.out)]
@@ -239,7 +239,7 @@ def _op_costs(problem: _Problem, node: fx.Node, choice: OpWay,
 
 def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Prices,
                forward: float) -> tuple[float, float, float]:
-    """Of a linear in a ring: seconds it waits forward and backward, bytes of the block it keeps."""
+    """Of a linear in a ring: seconds of waiting (forward, backward), bytes of the kept block."""
     axis = cast(int, choice.ring)
     values = [*zip(ShapedOp(node).inputs, (form.value for form in choice.ins), strict=True),
               (node, choice.out)]

@@ -7,8 +7,8 @@ Rank (r, c) has the blocks I[r, r + c], W[r + c, c] and makes O[r, c], all modul
     gradient   dW[r + c - 1, c - 1]     += I[r + t, r + c - 1].T   @ dO[r + t, c - 1]
 
 but the last step of the gradient makes dW[r + c, c] and adds it to what the neighbour has summed.
-Nobody ever holds what another one holds, no result is a partial sum, and I and dO end their first
-phase where the gradient wants them. The paper moves the weights themselves, so its backward starts
+No two ranks ever hold the same block, no result is a partial sum, and I and dO end their first
+phase where the gradient needs them. The paper moves the weights themselves, so its backward starts
 one block further and ends with a message that takes them home; here micro-batches overlap, weights
 stay home, and what travels is let go: one message less, and dI arrives as I was.
 """
@@ -32,7 +32,7 @@ BACKWARD: tuple[Shift, Shift] = (0, 1), (-1, 1)  # dO, W
 GRADIENT: tuple[Shift, Shift] = (1, -1), (1, 0)  # I, dO
 TURN: tuple[Shift, Shift] = (1, 0), (1, 1)  # I, dO, before the last step
 HOME: Shift = (0, 1)  # dW
-SKIP: Shift = (0, -1)  # dO to where the gradient wants it, if there is no backward
+SKIP: Shift = (0, -1)  # dO to where the gradient needs it, if there is no backward
 
 Landing = Callable[[], list[Tensor]]
 

@@ -95,7 +95,7 @@ def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
     nodes = [ShapedOp(node) for node in graph.nodes if node.op == "call_function"]
     pieces: DimParts = defaultdict(set)
     found: dict[fx.Node, list[Strategy]] = {}
-    known: dict[fx.Node, list[int]] = {}  # pieces around an op when it was last looked at
+    known: dict[fx.Node, list[int]] = {}  # pieces around an op at the last visit
     todo = nodes
     while todo:
         for op in todo:
@@ -112,7 +112,7 @@ def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
 
 
 def _num_pieces(op: ShapedOp, pieces: DimParts) -> list[int]:
-    """They only ever become more."""
+    """How many pieces are known around an op; the number only grows."""
     return [len(pieces[node]) for node in (*op.inputs, op.node)]
 
 

@@ -1,4 +1,4 @@
-"""Who is asked to listen hears of every blocking communication inside a block."""
+"""Times every blocking communication inside a block, while `listen` is entered."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def heard(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _listening or _inside:
             return function(*args, **kwargs)
-        start = stamp()  # no clock of the core here: reading it delays the waking of threads
+        start = stamp()  # no CPU clock of the thread: reading it delays the waking of threads
         _inside.append(function.__name__)
         try:
             result = function(*args, **kwargs)

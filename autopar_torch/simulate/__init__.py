@@ -23,7 +23,7 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
              start_s: float = 0.0, draws: int = 0) -> Timeline:
     """One step of `num_rows` rows, starting `start_s` into the cluster's changes.
 
-    With `draws`, the median of so many steps whose computing times vary as measured.
+    With `draws`, it is the median of so many steps whose computing times vary as measured.
     """
     found = representatives(plan, profile, num_rows)
     varies = draws and not profile.jitter.quiet
@@ -39,8 +39,8 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nothing here refers to itself; to look for that among all that a model is made of takes a
-    third of the time."""
+    """Run without the garbage collector: nothing here is part of a reference cycle, and looking
+    for cycles among all that a model is made of takes a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -69,7 +69,7 @@ def capacities(cluster: Cluster, start_s: float) -> list[fluid.Capacity]:
 
 
 def _meant(cluster: Cluster, name: str) -> list[str]:
-    """Both ways of a node's link, be it of one card or of one for each device."""
+    """Both directions of a node's link, with one card for all devices or one for each."""
     if not name.startswith("link "):
         return [name]
     ranks = [rank for rank, node in enumerate(cluster.node_of) if name == f"link {node}"]

@@ -32,9 +32,9 @@ class BlockWork:
     backward: Work  # recompute included
     input: Work
     weight: Work
-    added_s: float  # of a backward whose gradients are there already, beyond the first
+    added_s: float  # more seconds of a backward that adds to gradients which are there already
     kept_bytes: float
-    stash_bytes: float  # of that and of gradients, what waits for the weight part
+    stash_bytes: float  # of that and of gradients: bytes kept for the weight part
     forward_bytes: float
     backward_bytes: float
     gathers: tuple[tuple[tuple[int, ...], float], ...] = ()  # before it runs: (team, bytes)
@@ -62,7 +62,7 @@ class RankCost:
     gathers: tuple[tuple[tuple[int, ...], float], ...]  # at the start of a step: (team, bytes)
     param_bytes: float
     grads: tuple[float, ...]  # bytes that come with the backward of each block
-    added_bytes: float  # of them, to what is there from the micro-batch before
+    added_bytes: float  # of these, bytes that are added to earlier gradients
     owned_bytes: float
     largest_bytes: float
     num_tensors: int
@@ -82,8 +82,8 @@ class StageCost:
 
 
 class Costs:
-    """Costs of a plan; everything is looked up once per number of rows. Of ranks that are alike
-    (`simulate/equal_ranks.py`) those of their representatives only."""
+    """Costs of a plan; everything is looked up once per number of rows. Of equal ranks
+    (`simulate/equal_ranks.py`) only the representative has costs."""
 
     def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
                  representatives: Mapping[int, int] | None = None) -> None:
@@ -98,7 +98,7 @@ class Costs:
         return [rank for rank in ranks if self.representatives[rank] == rank]
 
     def replicas(self) -> list[tuple[int, Replica]]:
-        """Those whose ranks lead, with their numbers."""
+        """The replicas whose ranks are leaders, with their numbers."""
         return [(r, replica) for r, replica in enumerate(self.plan.replicas)
                 if self.leading(replica.stages[0].devices)]
 
@@ -146,7 +146,7 @@ class Costs:
         )
 
     def _grads(self, shares: Mapping[str, Share], first: int, last: int) -> list[float]:
-        """Each with the last block that uses its parameter: backward meets that one first."""
+        """Bytes by block. A gradient counts with the last block that reads its parameter."""
         latest = {
             name: b for b in range(first, last) for name in self.graph.blocks[b].params.values()
         }
@@ -157,17 +157,17 @@ class Costs:
         return list(sizes.values())
 
     def _kept(self, share: Share) -> float:
-        """Bytes in which gradients are added up, for each in which they arrive."""
+        """Bytes of a gradient as it is added up, per byte of it as it arrives."""
         least = item_bytes("bfloat16") if self.plan.keeps_bfloat16 else math.inf
         return min(1.0, least / item_bytes(share.dtype))
 
     def _added(self, share: Share) -> float:
-        """Where ZeRO 2 and 3 sum at once, only a rank's own part stays to be added to."""
+        """Bytes that are added to: if ZeRO 2 or 3 sums at once, only a rank's own part stays."""
         at_once = self.plan.zero >= 2 and share.zero and share.same_schedule
         return _local_bytes(share) / (len(share.team.ranks) if at_once else 1)
 
     def _bucket(self, group: list[Share], first: int, last: int) -> Bucket:
-        """It is complete with its earliest block: backward goes from last to first."""
+        """A bucket is complete with its earliest block, as backward goes from last to first."""
         users = [u for s in group for u in self.graph.users(s.name) if first <= u < last]
         zero, ranks = group[0].zero, group[0].team.ranks
         size = sum(s.num_sent * item_bytes(s.dtype) for s in group) * (len(ranks) if zero else 1)
@@ -199,7 +199,7 @@ class Costs:
         return share.num_local * self._leaf_item(share)
 
     def _gathers(self, shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
-        """What comes together from the pieces of ZeRO, by team, in the type that is read."""
+        """Bytes that ZeRO gathers, by team, in the type that forward reads."""
         sizes: dict[tuple[int, ...], float] = {}
         for share in shares:
             size = share.piece * self._leaf_item(share) * len(share.team.ranks)
@@ -236,7 +236,7 @@ def _bytes(shape: Sequence[int], dtype: str) -> float:
 
 
 def _held_bytes(share: Share, copies: bool, per_use: bool) -> float:
-    """What stays of a parameter between steps: its own part, and a leaf where that differs."""
+    """Bytes of a parameter between steps: a rank's own part, and the leaf if that differs."""
     own = share.num_owned * item_bytes(share.dtype)
     if per_use:
         return own

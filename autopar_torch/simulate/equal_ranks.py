@@ -6,14 +6,14 @@ from ..cluster import Cluster
 from ..plan import Plan, Replica
 from ..profile import Profile
 
-Representatives = dict[int, int]  # rank -> the first of those that do what it does when it does
+Representatives = dict[int, int]  # rank -> the first rank that does the same at the same time
 
 
 def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representatives:
-    """Of equal replicas on equal nodes the first one, and of each of its stages the first rank.
+    """If replicas are equal and lie on equal nodes: the first rank of each stage of the first one.
 
-    Only where that is plain to see: datasheets, on which devices share nothing and never change.
-    Elsewhere every rank stands for itself. Where ZeRO cannot cut evenly, a representative has most.
+    Only with datasheets, whose devices share nothing and never change. Otherwise every rank is its
+    own representative. If ZeRO cuts a parameter unevenly, a representative has the largest piece.
     """
     if not (_apart(profile) and _equal(plan, profile.cluster, num_rows)):
         return {rank: rank for rank in plan.devices}
@@ -24,7 +24,7 @@ def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representati
 
 
 def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each representative, itself first, where it has others."""
+    """The ranks that each representative stands for, itself first; only of several ranks."""
     groups: dict[int, list[int]] = {}
     for rank in sorted(found):
         groups.setdefault(found[rank], []).append(rank)
@@ -32,7 +32,7 @@ def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:
 
 
 def _apart(profile: Profile) -> bool:
-    """Whether devices have cores and cards of their own, which stay as they are."""
+    """Whether every device has a core and a card of its own, and none changes over time."""
     cores, changes = profile.cluster.cores, profile.cluster.changes
     measured = profile.curves or not profile.assumed or not profile.jitter.quiet
     return not measured and not changes and len(set(cores)) == len(cores)
@@ -40,8 +40,8 @@ def _apart(profile: Profile) -> bool:
 
 def _equal(plan: Plan, cluster: Cluster, num_rows: int) -> bool:
     """Whether replicas are equal and lie alike on nodes, and stages are equal groups of devices of
-    one node each, one rank after the other. What ZeRO gathers along two axes of such a group is met
-    in another order from place to place."""
+    one node each, one rank after the other. With ZeRO, groups of two axes are not equal: their
+    places gather in different orders."""
     shapes = {_shape(replica, cluster) for replica in plan.replicas}
     rows = {tuple(end - start for start, end in spans) for spans in plan.micro_batches(num_rows)}
     groups = [stage.devices for replica in plan.replicas for stage in replica.stages]
@@ -53,8 +53,8 @@ def _equal(plan: Plan, cluster: Cluster, num_rows: int) -> bool:
 
 
 def _first(plan: Plan) -> bool:
-    """Whether of every stage the first replica has the smallest ranks: who leads a team of theirs
-    speaks for it."""
+    """Whether the first replica has the smallest ranks of every stage, so that its rank is the
+    first of its team."""
     pairs = (zip(replica.stages, plan.replicas[0].stages, strict=True) for replica in plan.replicas)
     return all(ahead.devices[0] <= stage.devices[0] for pair in pairs for stage, ahead in pair)
 

@@ -1,8 +1,8 @@
 """The fluid engine: tasks that run together share what they need, max-min fair.
 
 A task needs an amount of each of its resources to run at full speed. Whatever is wanted by more
-than it has is shared so that the smallest share is as large as can be; who needs less than that
-gets all it needs. What is slower beside others that compute does not go faster than that.
+than it has is shared so that the smallest share is as large as can be; a task that needs less than
+that gets all it needs. A task that is slower beside computing goes no faster than that.
 Capacities may change at given moments.
 """
 
@@ -30,11 +30,11 @@ class Task:
     after: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     stream: str = COMPUTE
-    beside: float = 1.0  # the most of its speed where others compute on what it needs
+    beside: float = 1.0  # its speed at most, while another task computes on what it needs
 
 
 class Capacity(NamedTuple):
-    """From `at_s` on, a resource has so much (1: all that it was measured with)."""
+    """From `at_s` on, a resource has this amount (1: as much as when it was measured)."""
 
     at_s: float
     resource: str
@@ -44,7 +44,7 @@ class Capacity(NamedTuple):
 @dataclass
 class _State:
     """`free`: nobody shares anything, so that every end is known when its task starts (`due`).
-    Else `left` says what everyone had still to do at the last event."""
+    Else `left` says how many seconds of each task were left at the last event."""
 
     tasks: Sequence[Task]
     capacity: dict[str, float]
@@ -133,7 +133,7 @@ def _weigh(state: _State, resource: str, more: float) -> None:
 
 
 def _adapt(state: _State, now: float) -> None:
-    """Between ends that are known and work that is left."""
+    """Change between known ends (`due`) and work left (`left`), if sharing began or ended."""
     free = not state.over and not state.slowed
     if free and not state.free:
         state.running.update(dict.fromkeys(state.running, 1.0))
@@ -172,7 +172,7 @@ def _advance(state: _State, step: float, now: float) -> list[int]:
 
 
 def _share(state: _State) -> None:
-    """Max-min fair rates: everyone's largest share of a resource grows alike until it is full."""
+    """Max-min fair rates: the shares of all tasks grow alike until a resource is full."""
     most = _most(state)
     load: dict[str, float] = {}
     for i in state.running:
@@ -185,7 +185,7 @@ def _share(state: _State) -> None:
 
 
 def _most(state: _State) -> dict[int, float]:
-    """The most of its speed that every running task can have."""
+    """The highest speed of every running task, if nothing is short: 1, or less beside computing."""
     most = dict.fromkeys(state.running, 1.0)
     slowed = [i for i in most if state.tasks[i].beside < 1]
     if slowed:

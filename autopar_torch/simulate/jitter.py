@@ -1,4 +1,4 @@
-"""Steps whose computing times vary as they were seen to vary."""
+"""Simulated steps whose computing times vary as they did when they were measured."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..profile import Jitter
 
 @dataclass
 class SampledStep:
-    """One such step. A tensor group varies together: what its ranks wait for each other was
-    measured with what they exchange."""
+    """One such step. The ranks of a tensor group have one pace: the time that they wait for each
+    other is already part of their measured exchanges."""
 
     slowdown: dict[int, float]  # of each rank in the whole step
     block: Sequence[float]
     chance: random.Random
 
     def factors(self, count: int) -> list[float]:
-        """How so many blocks vary beside the step."""
+        """Factors of so many blocks, on top of the pace of the step."""
         if len(self.block) == 1:
             return [*self.block] * count
         return self.chance.choices(self.block, k=count)
 
 
 def sampled_steps(plan: Plan, jitter: Jitter, count: int) -> list[SampledStep]:
-    """So many steps. Between them every group goes at each of as many slowdowns, in an order of its
+    """So many steps, and as many slowdowns. Each group takes each once, in a random order of its
     own, so that few steps tell what many would."""
     groups = dict.fromkeys(stage.devices for r in plan.replicas for stage in r.stages)
     slowdowns = quantiles(jitter.rank, count)
@@ -42,6 +42,6 @@ def sampled_steps(plan: Plan, jitter: Jitter, count: int) -> list[SampledStep]:
 
 
 def usual(plan: Plan) -> SampledStep:
-    """The step in which everything takes what it usually does."""
+    """The step without any variation."""
     [sampled] = sampled_steps(plan, Jitter(), 1)
     return sampled

@@ -32,8 +32,8 @@ class _Part(NamedTuple):
 
     stage: int
     first: int  # its first block
-    came_bytes: float  # what arrives for it, per micro-batch, and the gradients that it returns
-    left_bytes: float  # what leaves it, likewise
+    came_bytes: float  # values that arrive, per micro-batch; as many bytes of gradients go back
+    left_bytes: float  # values that leave, likewise
     by_rows: dict[int, RankCost]
 
     @property
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A bucket, and which one it is."""
+    """A bucket, and its place among those of its stage."""
 
     stage: int
     place: int
@@ -54,7 +54,7 @@ class _Sent(NamedTuple):
 
     @property
     def held_bytes(self) -> float:
-        """ZeRO receives as much as it sends."""
+        """Bytes of the message, twice with ZeRO, which receives as much as it sends."""
         return self.bucket.num_bytes * (2 if self.bucket.op == "scatter" else 1)
 
 
@@ -131,7 +131,7 @@ class _Tally:
     def __init__(self, fixed: Memory, parts: Iterable[_Part]) -> None:
         self.fixed, self.most = fixed, fixed
         self.kept = self.grads = self.messages = self.sums = 0.0
-        self.posted = 0.0  # of receives that were asked for and have not come
+        self.posted = 0.0  # bytes of receives that are posted and have not come
         self.coming = {(p.stage, k): size for p in parts for k, size in enumerate(p.any.grads)}
         self.sent: set[_Sent] = set()
         self.summed: set[_Sent] = set()
@@ -150,8 +150,8 @@ class _Tally:
             self.kept += block.kept_bytes
 
     def backward(self, part: _Part, cost: RankCost, split: bool, last: bool) -> None:
-        """Kept values go block by block, from the last, and gradients come; those of the last
-        micro-batch leave at once. A split backward leaves a stash for its other part."""
+        """Free kept values block by block, from the last, and add gradients; those of the last
+        micro-batch leave at once. A split backward keeps a stash for its weight part."""
         for k, block in reversed(list(enumerate(cost.blocks))):
             self.see(block.backward_bytes)
             if k + 1 == len(cost.blocks):  # what left, and its gradients, stay to the end
@@ -170,7 +170,7 @@ class _Tally:
             self._complete(part, k, last)
 
     def _complete(self, part: _Part, k: int, last: bool) -> None:
-        """What the last gradients of a block complete leaves at once."""
+        """Send the buckets that the last gradients of a block complete."""
         for sent in part.buckets if last else ():
             if sent.bucket.block == part.first + k:
                 self.send(sent)
@@ -181,13 +181,13 @@ class _Tally:
         self.see()
 
     def expect(self, part: _Part, gone: Sequence[_Sent]) -> None:
-        """Those that have left come anew."""
+        """Gradients that were sent are allocated anew by the next backward."""
         left = sum(sent.bucket.kept_bytes for sent in gone)
         scale = min(1.0, left / part.any.grad_bytes) if left else 0.0
         self.coming |= {(part.stage, k): scale * size for k, size in enumerate(part.any.grads)}
 
     def send(self, sent: _Sent) -> None:
-        """A message lies beside the gradients that it is packed from."""
+        """Pack and send: for a moment the message lies beside the gradients in it."""
         if sent in self.sent:
             return
         self.sent.add(sent)
@@ -197,7 +197,7 @@ class _Tally:
         self.see()
 
     def add(self, sent: _Sent) -> None:
-        """Its sum is made, or is added to the earlier ones."""
+        """The sum arrives, and is added to an earlier one if there is one."""
         bucket = sent.bucket
         share = bucket.num_bytes / len(bucket.ranks) if bucket.op == "scatter" else 0.0
         self.see(buffers=share)

@@ -70,7 +70,7 @@ class AssumedLookup(Lookup):
         return self._assumed[key]  # type: ignore[return-value]
 
     def card(self, rank: int) -> str:
-        """Datasheets tell the speed of every device's own."""
+        """A card of its own for every device: that is what datasheets describe."""
         return own_card(super().card(rank), rank)
 
 

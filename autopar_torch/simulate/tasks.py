@@ -24,7 +24,7 @@ def schedule_of(costs: Costs, replica: Replica, num_micro_batches: int) -> sched
 
 
 class Load(NamedTuple):
-    """What an exchange takes of a core, and what is left of its speed beside computing."""
+    """`core`: part of a core that an exchange takes; `beside`: its speed beside computing."""
 
     core: float
     beside: float = 1.0
@@ -73,8 +73,8 @@ class StepTasks:
 
     def _exchange(self, ranks: Sequence[int], name: str, seconds: float, load: Load,
                   after: Sequence[int], one_way: bool = False) -> int:
-        """Communication among ranks; those who wait for it are told by the caller. What it needs of
-        a sender's core was needed before."""
+        """Add an exchange among ranks; the caller says what waits for it. `one_way`: a message,
+        whose sender has used its core already, to hand it over."""
         needs: dict[str, float] = {}
         leading = self.costs.leading(ranks)
         for rank in leading[1:] if one_way else leading:
@@ -105,8 +105,8 @@ class StepTasks:
 
     def _join(self, rank: int, team: tuple[int, ...], name: str, seconds: float,
               load: Load) -> None:
-        """A collective whose ranks come to it each by its own list of actions: whoever is first
-        makes the task, the others make it wait for them too."""
+        """A collective that each rank reaches by its own list of actions: the first rank there
+        adds the task, the others make it wait for them too."""
         key = (team, self.num_joined[rank, team])
         self.num_joined[rank, team] += 1
         if key not in self.joined:
@@ -120,7 +120,7 @@ class StepTasks:
     # --- the parts of a step --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """The batch is taken; ZeRO gathers what is not gathered per use."""
+        """Take the batch; gather what ZeRO does not gather per use."""
         for rank in self.costs.leading(self.costs.plan.devices):
             self._compute(rank, "batch", self.overheads.step_s)
         gathers = {gather for cost in self._all_ranks() for gather in cost.gathers}
@@ -170,7 +170,7 @@ class StepTasks:
             self._compute(rank, str(action), held_s)
 
     def _send(self, index: int, replica: Replica, action: Action) -> None:
-        """In the background: the sender hands it over and goes on, the receiver waits for it."""
+        """Send in the background: the sender posts and goes on, the receiver waits for it."""
         cost = self.costs.stage(index, action.stage, _rows(self.rows[index][action.micro_batch]))
         size = cost.send_bytes if action.op is Op.SEND_F else cost.back_bytes
         here = replica.stages[action.stage].devices
@@ -241,11 +241,11 @@ class StepTasks:
                     self._join(cost.rank, bucket.ranks, "scatter", seconds, _load(curve))
 
     def _summed_beside(self, bucket: Bucket) -> bool:
-        """Whether the backward goes on meanwhile."""
+        """Whether the backward goes on while a bucket is summed."""
         return len(bucket.ranks) > 1 and not (bucket.same_schedule and self.costs.plan.zero == 3)
 
     def _pack(self, ranks: Sequence[RankCost], block: int) -> None:
-        """The backward stops while what is complete with a block becomes a message."""
+        """The backward stops while the buckets that a block completes are packed."""
         for cost in ranks:
             for bucket in cost.buckets:
                 if bucket.block == block and self._summed_beside(bucket):
@@ -255,7 +255,8 @@ class StepTasks:
         return bucket.num_bytes * self.overheads.packing(bucket.op)
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str, first: bool) -> None:
-        """`first`: of the stages of its ranks, which finds the micro-batch as it came."""
+        """What runs before an action. `first`: its stage is the first of its position, and
+        prepares the micro-batch for the others."""
         for cost in ranks:
             extra = 0.0
             if action.op is Op.F:
@@ -265,8 +266,8 @@ class StepTasks:
             self._compute(cost.rank, name, extra)
 
     def _reduce(self) -> None:
-        """Sums of gradients, each as soon as all its ranks have made theirs; a team does one after
-        another."""
+        """Sum each bucket as soon as all ranks of its team have its gradients; a team sums one
+        bucket after another."""
         streams: dict[tuple[int, ...], int] = {}
         for cost in self._all_ranks():
             for bucket in cost.buckets:
@@ -307,7 +308,7 @@ class StepTasks:
             self.reduced.setdefault(rank, []).append(task)
 
     def _finish(self) -> None:
-        """Everyone waits for its sums and the loss, then the optimizer runs."""
+        """Each rank waits for its sums and the loss, then its optimizer runs."""
         for rank, sums in self.reduced.items():
             after = (*sums, self.last[rank])
             self.last[rank] = self._add(Task("wait", 0.0, {}, after, (rank,), COMM))

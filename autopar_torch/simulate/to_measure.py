@@ -1,4 +1,4 @@
-"""What has to be measured before some plans can be simulated: the simulator is asked itself."""
+"""What has to be measured before plans can be simulated: the simulator runs and is listened to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tasks import StepTasks
 
 
 class _Listener(Lookup):
-    """Answers everything with ones and remembers what was asked."""
+    """A profile that answers with ones, and notes what the simulator looks up."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(Profile(cluster, ()))
@@ -28,7 +28,7 @@ class _Listener(Lookup):
 
 
 class _Asked:
-    """A curve that notes the sizes it is asked for."""
+    """A curve that notes the sizes that are looked up."""
 
     core, held, beside = EXCHANGE_CORE, 0.0, 1.0
 
@@ -52,7 +52,7 @@ def needs_of(plans: Iterable[Plan], graph: ModelGraph, cluster: Cluster,
 
 
 def block_needs(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[BlockNeed]:
-    """Of one plan, as often as they occur."""
+    """The cells of one plan, each as often as it occurs."""
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):

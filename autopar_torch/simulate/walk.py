@@ -1,4 +1,4 @@
-"""When every position of a schedule ends if nobody shares anything: its lists, added up.
+"""When every position of a schedule ends if ranks share nothing: its lists, added up.
 
 Every end is the largest sum of durations along a chain of actions that wait for each other. A long
 schedule repeats itself, so its steps are a beginning, a window that is repeated, and an end; and
@@ -19,7 +19,7 @@ PerStage = Sequence[float]  # seconds
 OPS = (Op.F, Op.B, Op.I, Op.W)
 WORKS = 8  # kinds of work in a `Pipeline`
 EQUAL = 1e-12  # relative difference of strides that are equal but for rounding
-Step = tuple[int, int, int, int]  # position, op and stage, how far back what it needs, message
+Step = tuple[int, int, int, int]  # position, op and stage, steps back to what it needs, message
 
 
 class Pipeline(NamedTuple):
@@ -42,8 +42,8 @@ class Pipeline(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps of `least` micro-batches in parts. The odd ones of them are windows: when each is
-    repeated once more, there are `period` micro-batches more."""
+    """The steps of `least` micro-batches in parts. Parts 1, 3, ... are windows: repeating each of
+    them once more adds `period` micro-batches."""
 
     parts: tuple[tuple[Step, ...], ...]
     least: int
@@ -69,7 +69,7 @@ def walk(name: str, position_of: tuple[int, ...], pipe: Pipeline, num_micro_batc
 
 def _repeat(window: Sequence[Step], times: int, work: PerStage, delays: PerStage,
             clock: list[float], done: list[float], reach: int) -> None:
-    """A window that has run once, so many times more; in one stride as soon as it repeats."""
+    """Run a window `times` more; in one stride as soon as it moves all ends by the same time."""
     while times > 0:
         before, earlier = list(clock), done[-reach:]
         _run(window, work, delays, clock, done)
@@ -96,8 +96,8 @@ def _run(steps: Sequence[Step], work: PerStage, delays: PerStage, clock: list[fl
 
 
 def _stride(before: Sequence[float], after: Sequence[float]) -> float | None:
-    """What is to come depends on these ends by sums and maxima alone: where a period moved all of
-    them by the same time, the next one will."""
+    """The time by which a window moved all ends, if it is the same for all. Later ends are sums and
+    maxima of these, so then the next window moves them by the same time."""
     stride = after[0] - before[0]
     close = EQUAL * after[0]
     for a, b in zip(before, after, strict=True):
@@ -121,7 +121,7 @@ def steps_of(name: str, position_of: tuple[int, ...], count: int) -> Steps:
 
 @lru_cache(maxsize=256)
 def _windowed(name: str, position_of: tuple[int, ...], least: int, period: int) -> Steps | None:
-    """In each of its phases, two equal periods in a row. GPipe has a phase of each kind of work."""
+    """The steps, if each phase has two equal periods in a row. GPipe has two phases: F and B."""
     steps, stages = _steps(name, position_of, least), len(position_of)
     cuts = [0]
     forwards, backwards = {0}, {row * stages - 1 for row in (2, 5, 7)}
@@ -147,7 +147,7 @@ def _reach(steps: Sequence[Step]) -> int:
 
 @lru_cache(maxsize=256)
 def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, ...]:
-    """What is computed in order, and what each step waits for."""
+    """The steps in order, each with the one that it waits for."""
     stages = len(position_of)
     number: dict[Action, int] = {}
     steps: list[Step] = []
@@ -161,14 +161,14 @@ def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, .
 
 
 def _work(action: Action, count: int) -> int:
-    """The field of `Pipeline` that tells how long it takes."""
+    """The number of the `Pipeline` field with the seconds of an action."""
     if action.op in (Op.F, Op.I) or 0 < action.micro_batch < count - 1:
         return OPS.index(action.op)
     return 4 + 2 * (action.micro_batch == count - 1) + (action.op is Op.W)
 
 
 def _other_half(action: Action) -> Action:
-    """A whole backward and the part of one that others wait for answer the same question."""
+    """B for I and I for B: either makes what the stage before waits for."""
     return action._replace(op=Op.B) if action.op is Op.I else action
 
 

@@ -191,7 +191,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
 
 
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:
-    """What couples rows in one block does in all of its kind."""
+    """The kind of a block; ops that couple rows in one block count for all blocks of its kind."""
     coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()), *found.coupled]))
     if known:
         return msgspec.structs.replace(known, couples_rows=coupled)

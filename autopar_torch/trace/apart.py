@@ -65,13 +65,13 @@ def _upstream(asked: Iterable[fx.Node], rowless: frozenset[str]) -> list[fx.Node
 
 
 def _is_suspect(node: fx.Node) -> bool:
-    """Pointwise ops on equal shapes keep rows apart; all else is asked."""
+    """Whether an op has to be tested: pointwise ops on equal shapes keep rows apart."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise not in tags and op_name(node) not in ("to", "detach", "clone")
 
 
 def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
-    """Numbers of rows (`x[arange(rows), last]`) count the rows of a part as those of the whole."""
+    """Whether a value only picks rows by number (`x[arange(rows), last]`): right for parts, too."""
     base = node
     while op_name(base) in _VIEWS and base.all_input_nodes:
         base = base.all_input_nodes[0]
@@ -99,7 +99,7 @@ def _made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator)
 
 
 def _without_others(prologue: fx.Graph, asked: Sequence[fx.Node]) -> fx.Graph:
-    """What is asked and what it reads: not the parameters, of which a prologue has them all."""
+    """The graph of the asked values and of what they read, without the unused placeholders."""
     read = set(asked)
     for node in reversed(prologue.nodes):
         writes = is_mutable(node) and bool(read & set(node.all_input_nodes))
@@ -131,7 +131,7 @@ def _run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str]) -> 
 
 def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
              cut: tuple[int, ...]) -> str:
-    """The first op whose parts do not join, where those of what is asked do not."""
+    """The first op whose parts do not join, if the parts of an asked value do not."""
     fixed = {n.name for n in graph.nodes
              if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
     apart = _apart(graph, asked, given, fixed, cut)
@@ -143,7 +143,7 @@ def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str],
 
 def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[str],
            cut: tuple[int, ...]) -> list[fx.Node]:
-    """Those whose parts do not join."""
+    """The nodes whose parts, joined, are not the whole."""
     wanted = {node.name for node in asked}
     whole = _run(graph, given, NUM_ROWS, wanted | fixed)
     parts, start = [], 0

@@ -1,6 +1,6 @@
 """Autocast written out: a model that is traced under it has its casts as ops, and runs without it.
 
-What autocast does to an op is not looked up in a list but heard: the op runs on tensors without
+What autocast does to an op is not looked up in a list but observed: the op runs on tensors without
 data, under autocast, and the casts that it makes of its arguments are written down.
 """
 
@@ -23,7 +23,7 @@ _known: dict[Any, tuple[ArgCasts, torch.dtype | None]] = {}
 
 
 class _Heard(TorchDispatchMode):
-    """The casts of some tensors, or of views of them."""
+    """Records the casts of some tensors, or of views of them, while it is entered."""
 
     def __init__(self, given: list[Any]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def spell_out(graph: fx.Graph, node: fx.Node, new: fx.Node, dtype: torch.dtype,
     floats = [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
     if not floats or not any(_has_kernel(op, key) for key in (
             f"Autocast{floats[0].device.type.upper()}", "CompositeImplicitAutograd")):
-        return  # autocast does not know it, nor what it is made of
+        return  # autocast knows neither the op nor what it is made of
     key = (op, dtype, spec, tuple(map(_shown, given)))
     if key not in _known:
         where = str(new.meta["module"] or "forward")
@@ -81,11 +81,11 @@ def _has_kernel(op: OpOverload, key: str) -> bool:
 
 def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dtype: torch.dtype,
                   where: str) -> tuple[ArgCasts, torch.dtype | None]:
-    """(casts of arguments, `dtype=` that the op is given), after which it computes the same."""
+    """(casts of arguments, `dtype=` or None) with which the op does the same without autocast."""
     want = _dtypes(node.meta["val"])
     kind = next(t.device.type for t in given if isinstance(t, Tensor))
     casts = _casts(op, given, spec, torch.autocast(kind, dtype, cache_enabled=False))
-    if not _has_kernel(op, f"Autocast{kind.upper()}"):  # what it casts itself it goes on casting
+    if not _has_kernel(op, f"Autocast{kind.upper()}"):  # the op's own casts stay in it
         own = _casts(op, given, spec, torch.autocast(kind, enabled=False))
         casts = {place: to for place, to in casts.items() if own.get(place) != to}
     ready = [t.to(casts[i]) if i in casts else t for i, t in enumerate(given)]
@@ -95,7 +95,7 @@ def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dt
             with torch.no_grad(), torch.autocast(kind, enabled=False):
                 if _dtypes(op(*args, **{**kwargs, **more})) == want:
                     return casts, more.get("dtype")
-        except (RuntimeError, TypeError):  # of such arguments it makes nothing
+        except (RuntimeError, TypeError):  # the op refuses such arguments
             continue
     raise TraceError(f"what autocast does to {op.name()} cannot be written out",
                      where=where, fix="turn autocast off around it, or everywhere, and ask for "

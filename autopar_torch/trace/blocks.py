@@ -182,7 +182,7 @@ def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
 
 
 def _signature(graph: fx.Graph) -> str:
-    """Equal for blocks that compute the same, whatever their parameters are called."""
+    """Text that is equal for blocks that compute the same, under any names of parameters."""
     index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -194,7 +194,7 @@ def _signature(graph: fx.Graph) -> str:
 
 
 class Traits(NamedTuple):
-    """What the ops of a block say about it."""
+    """Properties of a block that follow from its ops."""
 
     coupled: tuple[str, ...]  # ops that couple rows
     flops_per_row: float

@@ -148,8 +148,8 @@ class Burnt:
                     yield (f"config {i}", key), self._shown(value)
 
     def _shown(self, value: Any) -> str:
-        """Text that differs for values that differ: never an address, which each rank has its
-        own of, but the how-many-eth object was met."""
+        """Text that differs for values that differ. An object is told by the order in which it was
+        met, not by its address, which differs from rank to rank."""
         if is_plain(value):
             return f"{type(value).__name__} {value!r}"
         version = f" version {value._version}" if isinstance(value, Tensor) else ""
@@ -166,7 +166,7 @@ def tensors_of(model: nn.Module) -> dict[str, Any]:
 
 
 def replaced(model: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """Parameters and buffers that are there anew, or are other objects than before."""
+    """Names of parameters and buffers that were added, removed, or are other objects now."""
     now = tensors_of(model)
     gone = [name for name in before if name not in now]
     return gone + [name for name, tensor in now.items() if before.get(name) is not tensor]

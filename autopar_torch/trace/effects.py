@@ -168,7 +168,7 @@ def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """They are not called to see what they do: what they keep would be tensors without data."""
+    """Refuse all hooks, untried: in a trace, what a hook keeps would be tensors without data."""
     for name, module in model.named_modules():
         for kind, hook in user_hooks(module):
             raise _hook_error(hook, kind, name, "would be called once in a trace, if at all")

@@ -63,7 +63,7 @@ class Form:
         return Outputs(tree) if self.by_name else tree
 
     def portable(self) -> Form:
-        """The same for another process, which may not know the class: then by name."""
+        """The form for another process. If that may not know the class, it is given by name."""
         try:
             pickle.dumps((self.spec, self.leaves))
         except (pickle.PicklingError, AttributeError, TypeError):

@@ -19,7 +19,7 @@ from .clean import aten, info_of, schema_name
 
 _SCALAR = TensorInfo((), "float32")
 _MEAN, _SUM = 1, 2
-# Losses whose mean is that of their values. Others weigh them: by class, by length.
+# Losses whose mean is the plain mean of their values. Others weigh them, by class or by length.
 _MEANS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
           "hinge_embedding_loss", "huber_loss", "l1_loss", "margin_ranking_loss", "mse_loss",
           "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss",
@@ -138,7 +138,7 @@ def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Of the values of a loss: one for each element, or one a row."""
+    """Shape of the values of a loss: one value for each element, or one for each row."""
     empty = {n: torch.empty(info_of(n).shape, dtype=getattr(torch, info_of(n).dtype), device="meta")
              for n in node.all_input_nodes}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), empty.__getitem__)
