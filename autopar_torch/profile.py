@@ -23,7 +23,7 @@ Source = Literal["datasheet", "derived", "measured"]
 SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
 RECOMPUTE = "/again"  # in keys of programs whose backward recomputes forward
 EXCHANGE_CORE = 0.5  # of a core, where it was not measured
-QUICK_S = 8.0  # of measuring well what close plans run, after a look at everything
+QUICK_S = 8.0  # of measuring well what close plans run, after a quick pass over everything
 
 
 class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
