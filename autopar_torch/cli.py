@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     measured = _verb(verbs, "measure", _measure, "measure what planning needs, under torchrun")
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
-                          help=f"time to spend after a first look ({QUICK_S:.0f})")
+                          help=f"time to spend after a quick pass ({QUICK_S:.0f})")
     run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
     run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
     run.add_argument("--print", action="store_true", help="only show the command")

@@ -23,7 +23,7 @@ Source = Literal["datasheet", "derived", "measured"]
 SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
 RECOMPUTE = "/again"  # in keys of programs whose backward recomputes forward
 EXCHANGE_CORE = 0.5  # part of a core, if it was not measured
-QUICK_S = 8.0  # seconds of measuring close plans well, after a look at everything
+QUICK_S = 8.0  # seconds of measuring close plans well, after a quick pass
 
 
 class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):

@@ -273,9 +273,9 @@ def test_a_look_is_quicker_than_listing_the_modules() -> None:
 
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
     burnt = Burnt(model)
-    look, listing = (min(timeit.repeat(run, number=20, repeat=20))
-                     for run in (burnt.look, lambda: list(model.named_parameters())))
-    assert look < listing
+    compare, listing = (min(timeit.repeat(run, number=20, repeat=20))
+                     for run in (burnt.compare, lambda: list(model.named_parameters())))
+    assert compare < listing
 
 
 def test_whatever_stops_a_trace_is_one_kind_of_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_an_unknown_cluster_is_refused_with_a_way_out(text: str) -> None:
 
 def test_a_published_step_is_met() -> None:
     """Korthikanti et al., table 5: 22B on eight A100, 1.42 s with everything recomputed."""
-    layout = Layout(tp=8, micro_rows=4, rows=4, redo=ALL)
+    layout = Layout(tp=8, micro_rows=4, rows=4, recompute=ALL)
     recipe = Recipe(grad_bytes=2, attention=0, dropout=True, overlap_weight=True, fused_sum=True)
     predicted = closed.step(Worker(GPT_22B, layout, recipe, hardware("A100-80"))).seconds
     assert predicted == pytest.approx(1.42, rel=0.15)
@@ -129,12 +129,12 @@ def test_sharing_and_recomputing_take_less_memory() -> None:
 
     states = [peak(replace(SPREAD, pp=1, zero=zero)) for zero in (0, 1, 2, 3)]
     assert states == sorted(states, reverse=True)
-    assert peak(replace(SPREAD, redo=ALL)) < peak(SPREAD)
+    assert peak(replace(SPREAD, recompute=ALL)) < peak(SPREAD)
     assert peak(replace(SPREAD, schedule="zero_bubble_h2")) > peak(SPREAD)
 
 
 def test_a_stage_that_recomputes_more_keeps_less_and_takes_longer() -> None:
-    layout = replace(SPREAD, redo_by_stage=(ALL, NOTHING))
+    layout = replace(SPREAD, recompute_by_stage=(ALL, NOTHING))
     first, last = footprint.memory(worker(layout))
     plain_first, plain_last = footprint.memory(worker())
     assert first.activations < plain_first.activations

@@ -44,17 +44,17 @@ def session_on(cluster: Cluster, blocks: Sequence[BlockNeed], curves: Sequence[C
     prologue = Prologue(traced, names, dict(buffers), device)
     return Session(traced, blocks, curves, cluster, world, world.mesh_axes,
                    _contexts(prologue, call, tensors),
-                   _hull(prologue, call, tensors, world, device), device, quick)
+                   _fixed_step(prologue, call, tensors, world, device), device, quick)
 
 
 def cluster_of(world: World) -> Cluster:
     return detect.cluster(world.gather)
 
 
-def _hull(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,
-          device: torch.device) -> Callable[[], None]:
-    """What a step does once, however many stages and parameters it has: take the batch apart, run
-    the prologue, and hand the loss over (see `run/model.py`)."""
+def _fixed_step(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,
+                device: torch.device) -> Callable[[], None]:
+    """What a step does once, whatever its stages: it takes the batch apart, runs the prologue
+    and an empty schedule, and hands over no gradients (see `run/model.py`)."""
     args, kwargs = call.rebuild(tensors)
     anchor = torch.zeros((), device=device, requires_grad=True)
     nothing, alone = Schedule(((),), ()), Replica(())

@@ -54,7 +54,7 @@ class Seen(NamedTuple):
     held: list[float]  # part of a message's time in which it blocks sender and receiver
 
 
-def meet(places: Places) -> None:
+def barrier(places: Places) -> None:
     if places.size > 1:
         dist.barrier()
 
@@ -230,9 +230,9 @@ class Lines:
         for line in self.lines.values():
             if line.wanted:
                 line.round()
-                meet(self.places)
+                barrier(self.places)
                 line.probe()
-                meet(self.places)
+                barrier(self.places)
 
     def warm_up(self) -> None:
         """Rounds whose times are thrown away."""

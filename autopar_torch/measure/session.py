@@ -25,7 +25,7 @@ from ..profile import (
 from ..trace import Traced
 from .blocks import BACKWARDS, Axes, Context, TimedChain
 from .bytes import TensorBytes
-from .links import Lines, Places, meet
+from .links import Lines, Places, barrier
 from .overheads import Extras
 from .samples import slowdowns, variation
 from .stats import NOISE_LIMIT, quantiles
@@ -76,10 +76,10 @@ class Session:
         with TensorBytes() as count:
             for blocks in made.values():
                 blocks.run_counted(count)
-                meet(self.places)
+                barrier(self.places)
         for blocks in made.values():
             blocks.read_bytes(count)
-            meet(self.places)
+            barrier(self.places)
             blocks.round()
             blocks.forget()
         self.chains |= made
@@ -101,10 +101,10 @@ class Session:
         for chain in self.wanted:
             chain.warm_up()
             for _ in BACKWARDS:
-                meet(self.places)
+                barrier(self.places)
                 chain.round()
         for _ in BACKWARDS:
-            meet(self.places)
+            barrier(self.places)
             self.lines.round()
             self.extras.round()
 

@@ -33,7 +33,7 @@ class Drift:
         self.world, self.every = world, every if world.size > 1 else 0
         self.shared: list[int] | None = None  # parts that several ranks hold
 
-    def look(self, step: int, copies: Callable[[], Iterable[Copy]]) -> None:
+    def check(self, step: int, copies: Callable[[], Iterable[Copy]]) -> None:
         """All ranks must call this, before the step communicates."""
         if not self.every or (step % self.every and step != SECOND):
             return

@@ -36,7 +36,7 @@ from .standing import (
 
 log = logging.getLogger("autopar_torch")
 BEAT_S = 1.0
-FIRST_LOOK = 1 / 16  # of the limit; then the distance doubles up to a quarter
+FIRST_CHECK = 1 / 16  # of the limit; then the distance doubles up to a quarter
 SILENT_S = 3.0  # after a connection broke
 PATIENCE = 10  # limits: as long may a rank be busy that is alive
 LONG_S = 1800.0  # the limit of what takes long, and says so itself
@@ -120,7 +120,7 @@ class Lookout:
     def _write(self) -> None:
         if (self.call, self.action) != self.seen:
             self.seen, self.changed_at = (self.call, self.action), time.monotonic()
-            self.next_look_s, self.warned = self.limit_s * FIRST_LOOK, False
+            self.next_check_s, self.warned = self.limit_s * FIRST_CHECK, False
             self.first_beats: Mapping[int, Beat] = {}
         self.count += 1
         self.board.write(self._beat())
@@ -141,16 +141,16 @@ class Lookout:
 
     def _turn(self, waited_s: float) -> None:
         busy = self.action is IN_CODE or self.verdict is not None
-        if not busy and waited_s >= self.next_look_s:
-            self.next_look_s += min(self.next_look_s, self.limit_s / 4)
-            found = self._look(waited_s)
+        if not busy and waited_s >= self.next_check_s:
+            self.next_check_s += min(self.next_check_s, self.limit_s / 4)
+            found = self._check(waited_s)
             if found is not None:
                 self._end(found)
 
-    def _look(self, waited_s: float) -> Verdict | None:
+    def _check(self, waited_s: float) -> Verdict | None:
         standing = self._standing()
         self.first_beats = self.first_beats or standing.beats
-        found = self._cause(standing) or standing.elsewhere(self.limit_s * FIRST_LOOK)
+        found = self._cause(standing) or standing.elsewhere(self.limit_s * FIRST_CHECK)
         if found is None and waited_s >= self.limit_s:
             found = standing.silent(self.first_beats, waited_s)
         limit_s = max(self.limit_s, LONG_S) if str(self.action) in LONG else self.limit_s

@@ -60,7 +60,7 @@ class ParallelModel(nn.Module):
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
-        self.burnt, self._looked = Burnt(module), 0
+        self.burnt, self._seen_changes = Burnt(module), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
@@ -111,7 +111,7 @@ class ParallelModel(nn.Module):
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
         self._programs[(call.key, True)] = [self._made(traced, plan)]
-        self._looked = self.burnt.number
+        self._seen_changes = self.burnt.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
                      if self.world.rank in s.devices)
         self.draw_as(min(group))
@@ -187,11 +187,11 @@ class ParallelModel(nn.Module):
     def fingerprint_hash(self) -> int:
         """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
         and the attributes that forward reads."""
-        self.burnt.look()
+        self.burnt.compare()
         return self.burnt.digest
 
     def _program(self, call: Call, train: bool, settle: Settle) -> Program:
-        if self.burnt.look() != self._looked:
+        if self.burnt.compare() != self._seen_changes:
             settle()
             self._follow()
         known = self._programs.setdefault((call.key, train), [])
@@ -219,7 +219,7 @@ class ParallelModel(nn.Module):
             self.graph = _with_frozen(self.graph, frozen)
             self.store.follow(self.graph)
             self.reducer, self._frozen = self._reducer(), frozen
-        self._looked = self.burnt.number
+        self._seen_changes = self.burnt.number
 
     def _run(self, program: Program, call: Call, tensors: list[Tensor],
              train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ class ParallelModel(nn.Module):
             arrive(sums)
         if train:
             parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
-            self.non_finite.look(self.num_steps, self.replica, values["loss"],
+            self.non_finite.check(self.num_steps, self.replica, values["loss"],
                                  parts if self._speaks and not idle else {})
             grads = self._finish_grads(program)
             values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
@@ -279,7 +279,7 @@ class ParallelModel(nn.Module):
     def begin_step(self) -> None:
         """One more step of training; the parameters are as the last one left them."""
         self.num_steps += 1
-        self.drift.look(self.num_steps, self._copies)
+        self.drift.check(self.num_steps, self._copies)
 
     def _copies(self) -> Iterator[Copy]:
         if self.fallback_reason:

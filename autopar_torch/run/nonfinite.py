@@ -32,7 +32,7 @@ class NonFinite:
         self.world, self.on = world, on
         self.waiting, self.bad = list[_Seen](), False
 
-    def look(self, step: int, replica: int, total: Tensor, parts: Mapping[Rows, Tensor]) -> None:
+    def check(self, step: int, replica: int, total: Tensor, parts: Mapping[Rows, Tensor]) -> None:
         """`parts`: what this rank alone has of the loss, by rows of the global batch."""
         if not self.on:
             return

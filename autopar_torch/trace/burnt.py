@@ -2,7 +2,7 @@
 
 A trace goes on whatever happens to the module later. So the module tree is looked at before every
 call: modes, hooks, which parameters are trained, and the plain attributes that forward was seen to
-read. The quick look compares identities only; what it finds changed is described and compared.
+read. The quick check compares identities only; what it finds changed is described and compared.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class Burnt:
         self.reads: frozenset[Read] = frozenset()
         self._objects: dict[int, tuple[int, Any]] = {}  # identity -> number, and the object
         self._digest = (0, 0)
-        self._look()
+        self._refresh()
 
-    def look(self) -> int:
-        """Compare with the last look; its number."""
+    def compare(self) -> int:
+        """Compare with what was seen last; how often it changed."""
         if not self._same():
-            self._look()
+            self._refresh()
         return self.number
 
     def learn(self, reads: frozenset[Read]) -> None:
         """Attributes that a trace has read, by class."""
         if not reads <= self.reads:
             self.reads |= reads
-            self._look()
+            self._refresh()
 
     @property
     def digest(self) -> int:
@@ -98,7 +98,7 @@ class Burnt:
                 and self._containers == self._copies
             )
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         modules = dict(self.model.named_modules())
         tables: list[Any] = [vars(m) for m in modules.values()]
         tables += [

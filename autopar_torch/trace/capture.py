@@ -214,7 +214,7 @@ def user_line(error: BaseException) -> str:
 def check_sizes(graph: fx.Graph) -> None:
     """Every size must be a multiple of the number of rows, or have nothing to do with it."""
 
-    def look(value: Any) -> Any:
+    def visit(value: Any) -> Any:
         big = isinstance(value, int) and ROWS // 2 < abs(value) < 2**62
         if big and value % ROWS:
             multiple = math.floor(value / ROWS + 0.5)
@@ -226,4 +226,4 @@ def check_sizes(graph: fx.Graph) -> None:
         return value
 
     for node in graph.nodes:
-        fx.node.map_aggregate((node.args, tuple(node.kwargs.values())), look)
+        fx.node.map_aggregate((node.args, tuple(node.kwargs.values())), visit)

@@ -22,12 +22,12 @@ GATHERED_LAYERS = 2  # ZeRO 3 runs one layer and has asked for the next
 
 def kept(worker: Worker) -> float:
     """What the forward of one layer leaves for its backward, for one micro-batch."""
-    redo = worker.layout.redo
+    recompute = worker.layout.recompute
     size = 2.0 * worker.width
-    begin = redo.passes * size * worker.between
+    begin = recompute.passes * size * worker.between
     products, passes, attention = _parts(worker)
-    return (begin + (1 - redo.outputs) * products + (1 - redo.passes) * passes
-            + (1 - redo.attention) * attention)
+    return (begin + (1 - recompute.outputs) * products + (1 - recompute.passes) * passes
+            + (1 - recompute.attention) * attention)
 
 
 def _parts(worker: Worker) -> tuple[float, float, float]:
@@ -83,9 +83,10 @@ def stage_memory(worker: Worker, stage: int, layers: Sequence[float],
 
 def _again(worker: Worker) -> float:
     """What recomputing a layer makes at once."""
-    redo = worker.layout.redo
+    recompute = worker.layout.recompute
     products, passes, attention = _parts(worker)
-    return redo.outputs * products + redo.passes * passes + ceil(redo.attention) * attention
+    return (recompute.outputs * products + recompute.passes * passes
+            + ceil(recompute.attention) * attention)
 
 
 def _back(worker: Worker) -> float:

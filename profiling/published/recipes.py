@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from published.transformer import ALL, CORE, NOTHING, Layout, Recipe, Redo
+from published.transformer import ALL, CORE, NOTHING, Layout, Recipe, Recompute
 
 Row = dict[str, Any]
 
@@ -35,8 +35,8 @@ def layout(row: Row) -> Layout:
     return Layout(
         tp=p["tp"], pp=p["pp"], dp=p["dp"], cp=p["cp"] or 1, virtual=p["vpp"] or 1,
         sequence=bool(p["sp"]), zero=zero, zero_group=zero_group(row),
-        micro_rows=p["mbs"], rows=p["gbs"], redo=redo(row), redo_by_stage=redo_by_stage(row),
-        schedule=schedule(row),
+        micro_rows=p["mbs"], rows=p["gbs"], recompute=recompute(row),
+        recompute_by_stage=recompute_by_stage(row), schedule=schedule(row),
     )
 
 
@@ -53,14 +53,14 @@ def schedule(row: Row) -> str:
     )
 
 
-def redo(row: Row) -> Redo:
+def recompute(row: Row) -> Recompute:
     stated = row["parallel"].get("recompute") or "none"
     if stated.startswith("full"):
         return ALL
     if "every 2nd layer" in stated:
         return NOTHING.towards(ALL, 0.5)
     if "per-op" in stated:  # every second product is kept
-        return Redo(products=0.5, outputs=0.5, passes=1.0)
+        return Recompute(products=0.5, outputs=0.5, passes=1.0)
     return CORE if stated.startswith("selective") else NOTHING
 
 
@@ -69,25 +69,25 @@ def redo(row: Row) -> Redo:
 # many more, and then so much of a layer. The order is read off a plan in Mist's artifact.
 ACESO_LAYER = 13
 ACESO = (
-    (2, Redo(attention=0.6)),  # dropout, and the product with the values
-    (2, Redo(attention=1.0)),  # scores and their softmax
-    (2, Redo(1 / 3, 1 / 2, attention=1.0)),  # the MLP's first product, and its activation
-    (1, Redo(7 / 12, 7 / 8, attention=1.0)),  # queries, keys and values
-    (2, Redo(7 / 12, 7 / 8, attention=1.0, passes=1 / 6)),  # dropout and norm after attention
+    (2, Recompute(attention=0.6)),  # dropout, and the product with the values
+    (2, Recompute(attention=1.0)),  # scores and their softmax
+    (2, Recompute(1 / 3, 1 / 2, attention=1.0)),  # the MLP's first product, and its activation
+    (1, Recompute(7 / 12, 7 / 8, attention=1.0)),  # queries, keys and values
+    (2, Recompute(7 / 12, 7 / 8, attention=1.0, passes=1 / 6)),  # dropout and norm after attention
     (4, ALL),
 )
 
 
-def redo_by_stage(row: Row) -> tuple[Redo, ...]:
+def recompute_by_stage(row: Row) -> tuple[Recompute, ...]:
     stages = row["derived"].get("stages") or ()
     return tuple(_recomputed(s["recomputed_ops"] * ACESO_LAYER / s["ops"]) for s in stages)
 
 
-def _recomputed(per_layer: float) -> Redo:
+def _recomputed(per_layer: float) -> Recompute:
     """Of so many operators in the mean of a stage's layers."""
     found = NOTHING
-    for count, redo in ACESO:
-        found = found.towards(redo, min(1.0, max(0.0, per_layer) / count))
+    for count, recompute in ACESO:
+        found = found.towards(recompute, min(1.0, max(0.0, per_layer) / count))
         per_layer -= count
     return found
 

@@ -113,8 +113,10 @@ class Worker:
 
     def at(self, stage: int) -> Worker:
         """As it works on a stage."""
-        redos = self.layout.redo_by_stage
-        return replace(self, layout=replace(self.layout, redo=redos[stage])) if redos else self
+        by_stage = self.layout.recompute_by_stage
+        if not by_stage:
+            return self
+        return replace(self, layout=replace(self.layout, recompute=by_stage[stage]))
 
     # --- sizes ----------------------------------------------------------------------------------
 
@@ -239,10 +241,10 @@ class Worker:
 
     @property
     def layer(self) -> Seconds:
-        redo, core = self.layout.redo, self.attention
+        recompute, core = self.layout.recompute, self.attention
         products, passes, exchange = self.products, self.passes, self.exchange
-        again = (redo.products * products + redo.attention * core.forward
-                 + redo.passes * passes + redo.exchange * exchange.forward)
+        again = (recompute.products * products + recompute.attention * core.forward
+                 + recompute.passes * passes + recompute.exchange * exchange.forward)
         grads = (
             0.0
             if self.recipe.fused_sum

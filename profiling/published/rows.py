@@ -113,7 +113,7 @@ def job(row: Row) -> Job:
     worker = Worker(model(row), layout(row), recipe(row), machine(row), per_node(row))
     other = None
     if row["parallel"].get("recompute") is None:
-        other = replace(worker, layout=replace(worker.layout, redo=ALL))
+        other = replace(worker, layout=replace(worker.layout, recompute=ALL))
     return Job(row, worker, layers(row), assumed, other)
 
 

@@ -38,7 +38,7 @@ class Transformer:
 
 
 @dataclass(frozen=True)
-class Redo:
+class Recompute:
     """The parts of a forward that the backward runs again."""
 
     products: float = 0.0
@@ -47,13 +47,13 @@ class Redo:
     passes: float = 0.0  # over memory
     exchange: float = 0.0
 
-    def towards(self, other: Redo, part: float) -> Redo:
+    def towards(self, other: Recompute, part: float) -> Recompute:
         """The mean of layers of which a part does as the other."""
         mine, its = astuple(self), astuple(other)
-        return Redo(*(a + part * (b - a) for a, b in zip(mine, its, strict=True)))
+        return Recompute(*(a + part * (b - a) for a, b in zip(mine, its, strict=True)))
 
 
-NOTHING, CORE, ALL = Redo(), Redo(attention=1.0), Redo(1.0, 1.0, 1.0, 1.0, 1.0)
+NOTHING, CORE, ALL = Recompute(), Recompute(attention=1.0), Recompute(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Layout:
     zero_group: int = 0  # ranks that share a state (0: all replicas)
     micro_rows: int = 1
     rows: int = 1
-    redo: Redo = NOTHING
-    redo_by_stage: tuple[Redo, ...] = ()  # where stages differ
+    recompute: Recompute = NOTHING
+    recompute_by_stage: tuple[Recompute, ...] = ()  # where stages differ
     schedule: str = "1f1b"
 
     @property
