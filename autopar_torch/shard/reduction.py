@@ -60,12 +60,12 @@ class Share(NamedTuple):
         if not self.zero:
             return boxes
         start, end = self.own_rows()
-        found, at = [], 0
+        found, at, stacked = [], 0, box_dim(self.holding) == 0  # else they lie side by side
         for offsets, sizes in boxes:
             a, b = max(start - at, 0), min(end - at, sizes[0])
             if b > a and all(sizes):
                 found.append(((offsets[0] + a, *offsets[1:]), (b - a, *sizes[1:])))
-            at += sizes[0]
+            at += sizes[0] if stacked else 0
         return found
 
     @property
@@ -74,9 +74,10 @@ class Share(NamedTuple):
         return self.piece if self.zero else self.num_local
 
 
-def is_stacked(holding: LocalParam) -> bool:
-    """Whether the boxes of a part lie one after the other along dim 0."""
-    return all(cut.split.outer == 1 or cut.split.dim == 0 for cut in holding.cuts)
+def box_dim(holding: LocalParam) -> int | None:
+    """The dim along which the boxes of a part lie one after the other; None if they are a grid."""
+    dims = {cut.split.dim for cut in holding.cuts if cut.split.outer > 1}
+    return None if len(dims) > 1 else next(iter(dims), 0)
 
 
 def shares_of(plan: Plan, graph: ModelGraph, rank: int,
@@ -109,7 +110,7 @@ def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: 
     local = tuple(local_shape(info.shape, holding.forms.value, holding.mesh))
     can_cut = len(team.ranks) > 1 and not team.layouts_differ and bool(local)
     trained = info.trainable and not info.buffer
-    zero = plan.zero > 0 and can_cut and trained and is_stacked(holding)
+    zero = plan.zero > 0 and can_cut and trained and box_dim(holding) is not None
     same_schedule = zero and _alike(plan) and _in_one_stage(plan, graph, name)
     return Share(name, holding, team, local, info.dtype, trained, zero, same_schedule)
 
