@@ -242,17 +242,14 @@ class Bucket:
         if not (self.zero or self.layouts_differ):  # the usual case, in one call
             return torch.cat([self._taken(held).reshape(-1) for held in self.helds], out=flat)
         for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
-            self._write(held, target)
+            grad, holding = self._taken(held), held.share.holding
+            if self.layouts_differ:
+                target.zero_()
+                paste(target.view(held.shape), grad / holding.num_copies,
+                      holding.boxes(held.shape))
+            else:
+                copy_rows(target, grad.reshape(-1), held.share.piece)
         return flat
-
-    def _write(self, held: Held, target: Tensor) -> None:
-        grad = self._taken(held)
-        if self.layouts_differ:
-            target.zero_()
-            paste(target.view(held.shape), grad / held.share.holding.num_copies,
-                  held.share.holding.boxes(held.shape))
-        else:
-            copy_rows(target, grad.reshape(-1), held.share.piece)
 
     def _taken(self, held: Held) -> Tensor:
         """The gradient that a leaf has gathered, which starts afresh; zeros if none arrived."""
