@@ -175,9 +175,12 @@ class ParamStore:
 
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
-        for axis, group in _by_team(helds):
+        teams: dict[tuple[int, ...], list[Held]] = {}
+        for held in helds:
+            teams.setdefault(held.share.team.ranks, []).append(held)
+        for _, group in sorted(teams.items()):
             flat = torch.cat([flat_piece(h.part, h.leaf.dtype, h.share.piece) for h in group])
-            pieces = gather_pieces(flat, axis)
+            pieces = gather_pieces(flat, cast(Axis, group[0].axis))
             offset = 0
             for held in group:
                 self._fill(held, [p[offset : offset + held.share.piece] for p in pieces])
@@ -204,13 +207,6 @@ def put(tensor: Tensor, value: Tensor) -> None:
             other = torch.float32 if value.dtype == torch.float16 else torch.float16  # graph that
             tensor.data = value.new_empty(0, dtype=other)  # is kept (pruning, weight_norm) has it
         tensor.data = value
-
-
-def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
-    groups: dict[tuple[int, ...], list[Held]] = {}
-    for held in helds:
-        groups.setdefault(held.share.team.ranks, []).append(held)
-    return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
 
 
 class Bucket:

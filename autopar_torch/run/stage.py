@@ -119,7 +119,8 @@ class StageRunner:
         run = self._program(index, rows)
         if cell.gathered:
             self.store.gather(cell.gathered)
-        args = [self._argument(kind, name, values, context) for kind, name in cell.args]
+        args = [self.store.held[name].leaf if kind == "param"
+                else (values if kind == "value" else context)[name] for kind, name in cell.args]
         if train and cell.recompute:
             results = cast(Any, checkpoint)(run, *args, use_reentrant=False)
         else:
@@ -127,12 +128,6 @@ class StageRunner:
         if cell.gathered:
             self._free_until_backward(cell, results, train)
         return cast(tuple[Tensor, ...], results)
-
-    def _argument(self, kind: str, name: str, values: dict[str, Any],
-                  context: dict[str, Any]) -> Any:
-        if kind == "param":
-            return self.store.held[name].leaf
-        return values[name] if kind == "value" else context[name]
 
     def _free_until_backward(self, cell: PlacedBlock, results: Sequence[Tensor],
                              train: bool) -> None:
