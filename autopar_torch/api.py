@@ -35,15 +35,17 @@ from .trace.form import LossFn
 
 log = logging.getLogger("autopar_torch")
 FIELDS = Constraints.__struct_fields__
+Batch = Mapping[str, Any] | Sequence[Any]
+Given = Constraints | Mapping[str, Any] | None
 GivenPlan = Plan | str | os.PathLike[str] | None
 
 
 def parallelize(
     model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    example_inputs: Batch | None = None,
     *,
     plan: GivenPlan = None,
-    constraints: Constraints | Mapping[str, Any] | None = None,
+    constraints: Given = None,
     confirm: int = 0,
     loss_fn: LossFn | None = None,
     outputs: Sequence[str] = (),
@@ -103,12 +105,12 @@ def parallelize(
 
 def plan(
     model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any],
+    example_inputs: Batch,
     cluster: offline.Where,
     *,
     global_batch_size: int | None = None,
     precision: Precision | None = None,
-    constraints: Constraints | Mapping[str, Any] | None = None,
+    constraints: Given = None,
     loss_fn: LossFn | None = None,
 ) -> Result:
     """The fastest plan for machines that need not be here: `.plan`, and how it was found.
@@ -124,16 +126,9 @@ def plan(
     return choose.best(asked.graph, known, asked.num_rows, asked.limits)
 
 
-def case(
-    model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any],
-    cluster: offline.Where,
-    *,
-    global_batch_size: int | None = None,
-    precision: Precision | None = None,
-    constraints: Constraints | Mapping[str, Any] | None = None,
-    loss_fn: LossFn | None = None,
-) -> Case:
+def case(model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
+         global_batch_size: int | None = None, precision: Precision | None = None,
+         constraints: Given = None, loss_fn: LossFn | None = None) -> Case:
     """The search that `plan` makes, kept so that `why` can repeat it with something changed."""
     limits = _limits(constraints, precision)
     traced, num_rows = _traced(model, example_inputs, loss_fn, limits.precision, global_batch_size)
@@ -145,7 +140,7 @@ def case(
 def simulate(
     plan: GivenPlan,
     model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any],
+    example_inputs: Batch,
     cluster: offline.Where,
     *,
     global_batch_size: int | None = None,
@@ -160,10 +155,10 @@ def simulate(
 
 def measure(
     model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any],
+    example_inputs: Batch,
     *,
     precision: Precision | None = None,
-    constraints: Constraints | Mapping[str, Any] | None = None,
+    constraints: Given = None,
     seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
 ) -> measuring.Known:
@@ -183,8 +178,8 @@ def measure(
 # --- what was given -------------------------------------------------------------------------------
 
 
-def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_fn: LossFn | None,
-            precision: Precision, num_rows: int | None) -> tuple[Traced, int]:
+def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, precision: Precision,
+            num_rows: int | None) -> tuple[Traced, int]:
     """The model, and the rows of a step: as asked for, else those of the example."""
     if num_rows is not None:
         files.checked(num_rows, Count, "global_batch_size")
@@ -195,7 +190,7 @@ def _traced(model: nn.Module, example: Mapping[str, Any] | Sequence[Any], loss_f
     return own(call, True, ("loss",)), num_rows or call.num_rows
 
 
-def _as_call(example: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _as_call(example: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
         return (), dict(example)
     if not isinstance(example, (Tensor, Sequence)) or isinstance(example, (str, bytes)):
@@ -224,8 +219,7 @@ def _given(plan: GivenPlan) -> Plan:
     return load_plan(plan)
 
 
-def _limits(given: Constraints | Mapping[str, Any] | None,
-            precision: Precision | None = None) -> Constraints:
+def _limits(given: Given, precision: Precision | None = None) -> Constraints:
     """What is pinned, in its range; a precision that is asked for beside is pinned too."""
     limits = files.checked({} if given is None else given, Constraints, "constraints")
     if precision in (None, limits.precision):

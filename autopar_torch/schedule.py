@@ -227,17 +227,15 @@ NAMES = tuple(_RULES)
 # --- build ----------------------------------------------------------------------------------------
 
 
-def build(
-    name: str, position_of: Sequence[int], num_micro_batches: int, backward: bool = True
-) -> Schedule:
+def build(name: str, position_of: Sequence[int], num_micro_batches: int,
+          backward: bool = True) -> Schedule:
     """The schedule of that name; without `backward` only forwards, as for evaluation."""
     return _built(name, tuple(position_of), num_micro_batches, backward)
 
 
 @lru_cache(maxsize=256)
-def _built(
-    name: str, position_of: tuple[int, ...], num_micro_batches: int, backward: bool
-) -> Schedule:
+def _built(name: str, position_of: tuple[int, ...], num_micro_batches: int,
+           backward: bool) -> Schedule:
     played = order(name, position_of, num_micro_batches, backward)
     compute: list[list[Action]] = [[] for _ in range(num_positions(position_of))]
     for action in played:
@@ -248,9 +246,8 @@ def _built(
     return Schedule(tuple(map(tuple, lists)), position_of)
 
 
-def order(
-    name: str, position_of: Sequence[int], num_micro_batches: int, backward: bool = True
-) -> list[Action]:
+def order(name: str, position_of: Sequence[int], num_micro_batches: int,
+          backward: bool = True) -> list[Action]:
     """What all positions compute, by the time at which it begins if all stages are equal."""
     if name not in _RULES:
         raise ScheduleError(f"no schedule is called {name!r}", fix=f"use one of {', '.join(NAMES)}")
@@ -311,9 +308,8 @@ def _split_last_backwards(played: list[Action], position_of: Sequence[int]) -> l
     return found
 
 
-def _insert_transfers(
-    compute: list[list[Action]], position_of: Sequence[int]
-) -> list[list[Action]]:
+def _insert_transfers(compute: list[list[Action]],
+                      position_of: Sequence[int]) -> list[list[Action]]:
     """Each send right after what it sends, each receive right before what needs it, or sooner."""
     due = _receives_due(compute, position_of)
     lists: list[list[Action]] = []
@@ -325,9 +321,8 @@ def _insert_transfers(
     return lists
 
 
-def _receives_due(
-    compute: list[list[Action]], position_of: Sequence[int]
-) -> dict[tuple[int, int], list[Action]]:
+def _receives_due(compute: list[list[Action]],
+                  position_of: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
     """(position, index of a compute action) -> what is received just before it.
 
     Receives follow the order of the sends: one that is needed late but was sent early moves before

@@ -106,7 +106,9 @@ def check_start(world: World, model: nn.Module, device: torch.device, plan: Any,
     """Refuse ranks that run other code, have another model, or were asked for something else."""
     if world.size == 1:
         return
-    facts = {**_code(), "device": device.type, "plan": _plan_text(plan), **_environment()}
+    facts = {**_code(), "device": device.type, "plan": _plan_text(plan)}
+    facts |= {name: value for name, value in sorted(os.environ.items())
+              if name.startswith("AUTOPAR_") and name not in _OWN}
     facts |= {name: plain(value) for name, value in asked.items()}
     described = dict(_described(model))
     if ask(world, digest(facts, described))():
@@ -125,11 +127,6 @@ def _code() -> dict[str, str]:
     sources = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
     return {"sources of autopar_torch": f"{digest(*(path.read_bytes() for path in sources)):x}",
             "torch": str(torch.__version__), "Python": platform.python_version()}
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items())
-            if name.startswith("AUTOPAR_") and name not in _OWN}
 
 
 def _plan_text(plan: Any) -> str:

@@ -39,7 +39,9 @@ class Drift:
             return
         own = {digest(c.name, c.part): c for c in copies() if c.tensor.numel()}
         if self.shared is None:
-            self.shared = self._held_by_several(own)
+            everyone = self.world.everyones(list(own), list[int])
+            count = Counter(part for parts in everyone for part in parts)
+            self.shared = sorted(part for part, ranks in count.items() if ranks > 1)
         sums = {part: checksum(own[part].tensor) for part in self.shared if part in own}
         bounds = torch.tensor([[sign * sums[part] if part in sums else _NOT_HERE
                                 for part in self.shared] for sign in (1, -1)])
@@ -49,11 +51,6 @@ class Drift:
         if apart:
             first = {own[p].name: f"checksum {sums[p]:x}" for p in apart[:1] if p in own}
             self._refuse(step, len(apart), first)
-
-    def _held_by_several(self, own: Iterable[int]) -> list[int]:
-        everyone = self.world.everyones(list(own), list[int])
-        count = Counter(part for parts in everyone for part in parts)
-        return sorted(part for part, ranks in count.items() if ranks > 1)
 
     def _refuse(self, step: int, num_apart: int, first: Facts) -> None:
         name, _, held = differences(self.world, first)[0].partition(": ")

@@ -73,27 +73,26 @@ def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
     return kept
 
 
-class _Step(nn.Module):
+class _Step:
     """Forward and backward of this rank's rows; gradients are summed by rows."""
 
     def __init__(self, parallel: ParallelModel, loss_fn: LossFn | None) -> None:
-        super().__init__()
-        self.parent = [parallel]  # in a list, so that it is no submodule of itself
-        self.loss_fn = loss_fn
+        self.parallel, self.loss_fn = parallel, loss_fn
 
-    def forward(self, call: Call, tensors: list[Tensor]) -> Any:
-        parallel = self.parent[0]
+    def __call__(self, call: Call, tensors: list[Tensor]) -> Any:
+        parallel = self.parallel
         if not (parallel.training and torch.is_grad_enabled()):  # each rank runs the whole batch
             with call.surroundings(parallel.device):
                 form, named = outputs_of(parallel.module, self.loss_fn, *call.rebuild(tensors))
             return returned(named, form, call.num_rows, train=False)
         parallel.begin_step()
         if parallel.world.size == 1:
-            return self._step(parallel, call, tensors)
+            return self._step(call, tensors)
         with parallel.numbers.drawing(), dropout_apart(parallel.replica):
-            return self._step(parallel, call, tensors)
+            return self._step(call, tensors)
 
-    def _step(self, parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> Any:
+    def _step(self, call: Call, tensors: list[Tensor]) -> Any:
+        parallel = self.parallel
         rows = parallel.local_slice(call.num_rows)
         share = (rows.stop - rows.start) / call.num_rows
         loss, form = torch.zeros((), device=parallel.device), form_of(["loss"])
@@ -108,18 +107,18 @@ class _Step(nn.Module):
         total = parallel.world.sum(loss.detach().clone())
         parts = {(rows.start, rows.stop): loss} if share else {}
         parallel.non_finite.check(parallel.num_steps, parallel.replica, total, parts)
-        total = hand_over(parallel._anchor, total, self._grads(parallel, loss))
+        total = hand_over(parallel._anchor, total, self._grads(loss))
         return returned({"loss": total}, form, call.num_rows, train=True)
 
-    def _grads(self, parallel: ParallelModel, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
-        params = [p for p in parallel.module.parameters() if p.requires_grad]
+    def _grads(self, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
+        params = [p for p in self.parallel.module.parameters() if p.requires_grad]
         found = (torch.autograd.grad(loss, params, allow_unused=True) if loss.requires_grad
                  else (None,) * len(params))
-        used = torch.tensor([float(g is not None) for g in found], device=parallel.device)
-        parallel.world.sum(used)
+        used = torch.tensor([float(g is not None) for g in found], device=self.parallel.device)
+        self.parallel.world.sum(used)
         result = []
         for param, grad, seen in zip(params, found, used.tolist(), strict=True):
             if seen:
                 full = torch.zeros_like(param) if grad is None else grad.contiguous()
-                result.append((cast(Tensor, param), parallel.world.sum(full)))
+                result.append((cast(Tensor, param), self.parallel.world.sum(full)))
         return result

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, RunError
 from ..guards import Guards
-from ..model import ModelGraph
 from ..plan import Plan, check_joint, peers
 from ..search.best import Result
 from ..shard.collectives import arrive
@@ -216,7 +215,9 @@ class ParallelModel(nn.Module):
         frozen = _frozen(self.module)
         if frozen != self._frozen:
             doors.refuse_frozen(frozen ^ self._frozen, self.plan.zero)
-            self.graph = _with_frozen(self.graph, frozen)
+            self.graph = replace(self.graph, params={
+                name: info if info.buffer else replace(info, trainable=name not in frozen)
+                for name, info in self.graph.params.items()})
             self.store.follow(self.graph)
             self.reducer, self._frozen = self._reducer(), frozen
         self._seen_changes = self.burnt.number
@@ -421,12 +422,6 @@ class ParallelModel(nn.Module):
 
 def _frozen(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
-
-
-def _with_frozen(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
-    params = {name: info if info.buffer else replace(info, trainable=name not in frozen)
-              for name, info in graph.params.items()}
-    return replace(graph, params=params)
 
 
 def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:

@@ -95,8 +95,7 @@ def _show_part(param: ShardedParameter, state: dict[str, Any]) -> None:
     if grad is not None and param.spread.is_empty:
         _hidden.append((param, grad))
         param.grad = None
-    tensors = [param, grad, *state.values()]
-    for tensor in tensors:
+    for tensor in (param, grad, *state.values()):
         if isinstance(tensor, Sharded):
             _plain.append((tensor, type(tensor)))
             tensor.__class__ = nn.Parameter if tensor is param else Tensor  # type: ignore[assignment]

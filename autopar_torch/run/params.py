@@ -175,9 +175,12 @@ class ParamStore:
 
     def gather(self, helds: Iterable[Held]) -> None:
         """Fill leaves from the pieces of all ranks of their team."""
-        for axis, group in _by_team(helds):
+        teams: dict[tuple[int, ...], list[Held]] = {}
+        for held in helds:
+            teams.setdefault(held.share.team.ranks, []).append(held)
+        for _, group in sorted(teams.items()):
             flat = torch.cat([flat_piece(h.part, h.leaf.dtype, h.share.piece) for h in group])
-            pieces = gather_pieces(flat, axis)
+            pieces = gather_pieces(flat, cast(Axis, group[0].axis))
             offset = 0
             for held in group:
                 self._fill(held, [p[offset : offset + held.share.piece] for p in pieces])
@@ -204,13 +207,6 @@ def put(tensor: Tensor, value: Tensor) -> None:
             other = torch.float32 if value.dtype == torch.float16 else torch.float16  # graph that
             tensor.data = value.new_empty(0, dtype=other)  # is kept (pruning, weight_norm) has it
         tensor.data = value
-
-
-def _by_team(helds: Iterable[Held]) -> list[tuple[Axis, list[Held]]]:
-    groups: dict[tuple[int, ...], list[Held]] = {}
-    for held in helds:
-        groups.setdefault(held.share.team.ranks, []).append(held)
-    return [(cast(Axis, group[0].axis), group) for _, group in sorted(groups.items())]
 
 
 class GradBucket:
@@ -242,17 +238,14 @@ class GradBucket:
         if not (self.zero or self.layouts_differ):  # the usual case, in one call
             return torch.cat([self._taken(held).reshape(-1) for held in self.helds], out=flat)
         for held, target in zip(self.helds, flat.split(self.sizes, -1), strict=True):
-            self._write(held, target)
+            grad, holding = self._taken(held), held.share.holding
+            if self.layouts_differ:
+                target.zero_()
+                paste(target.view(held.shape), grad / holding.num_copies,
+                      holding.boxes(held.shape))
+            else:
+                copy_rows(target, grad.reshape(-1), held.share.piece)
         return flat
-
-    def _write(self, held: Held, target: Tensor) -> None:
-        grad = self._taken(held)
-        if self.layouts_differ:
-            target.zero_()
-            paste(target.view(held.shape), grad / held.share.holding.num_copies,
-                  held.share.holding.boxes(held.shape))
-        else:
-            copy_rows(target, grad.reshape(-1), held.share.piece)
 
     def _taken(self, held: Held) -> Tensor:
         """The gradient that a leaf has gathered, which starts afresh; zeros if none arrived."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ..shard.watch import Stamp, Watch, between, listen, stamp
+from ..shard.watch import Stamp, between, listen, stamp
 from ..timeline import COMM, COMPUTE, Span, Timeline
 
 
@@ -24,9 +24,6 @@ class Recorder:
             start = stamp()
             yield
             end = stamp()
-        self._around(name, start, end, watch)
-
-    def _around(self, name: str, start: Stamp, end: Stamp, watch: Watch) -> None:
         at = start
         for what, begin, stop in watch.spans:
             self.spans.append((COMPUTE, name, at, begin))

@@ -83,20 +83,13 @@ def summed(x: Tensor, world: World) -> Tensor:
     return x
 
 
-def stacking_dim(boxes: Sequence[Box], local: Tensor) -> int:
-    """The dim along which the rectangles of a part lie one after the other."""
-    sizes = [size for _, size in boxes]
-    dims = range(local.dim() if len(boxes) > 1 else 0)
-    return next((d for d in dims if sizes[0][d] != local.shape[d]
-                 and sum(s[d] for s in sizes) == local.shape[d]), 0)
-
-
 def views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
-    """The pieces of a part that are its rectangles."""
+    """The pieces of a part that are its rectangles: along one dim they lie one after the other."""
     if len(boxes) <= 1:
         return [local] * len(boxes)
-    dim = stacking_dim(boxes, local)
-    return list(local.split([size[dim] for _, size in boxes], dim))
+    lengths = list(zip(*(size for _, size in boxes), strict=True))  # by dim
+    dim = next((d for d, n in enumerate(local.shape) if lengths[d][0] != n == sum(lengths[d])), 0)
+    return list(local.split(list(lengths[dim]), dim))
 
 
 def paste(full: Tensor, local: Tensor, boxes: Sequence[Box]) -> None:

@@ -119,7 +119,8 @@ class StageRunner:
         run = self._program(index, rows)
         if placed.gathered:
             self.store.gather(placed.gathered)
-        args = [self._argument(kind, name, values, context) for kind, name in placed.args]
+        args = [self.store.held[name].leaf if kind == "param"
+                else (values if kind == "value" else context)[name] for kind, name in placed.args]
         if train and placed.recompute:
             results = cast(Any, checkpoint)(run, *args, use_reentrant=False)
         else:
@@ -127,12 +128,6 @@ class StageRunner:
         if placed.gathered:
             self._free_until_backward(placed, results, train)
         return cast(tuple[Tensor, ...], results)
-
-    def _argument(self, kind: str, name: str, values: dict[str, Any],
-                  context: dict[str, Any]) -> Any:
-        if kind == "param":
-            return self.store.held[name].leaf
-        return values[name] if kind == "value" else context[name]
 
     def _free_until_backward(self, placed: PlacedBlock, results: Sequence[Tensor],
                              train: bool) -> None:

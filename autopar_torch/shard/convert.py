@@ -51,7 +51,7 @@ def conversions(layouts: Iterable[Layouts], mesh: tuple[int, ...], prices: Price
     single = {x: i for i, x in enumerate(dict.fromkeys([WHOLE, *itertools.chain(*place)]))}
     numbers = np.array([[single[x] for x in axes] for axes in place], np.intp)
     same = np.array([[same_dim(a, b) for b in single] for a in single])
-    axes = [_axis(list(single), axis, mesh[axis], prices) for axis in range(len(mesh))]
+    axes = [_axis(list(single), axis, parts, prices) for axis, parts in enumerate(mesh)]
     return Conversions(place, *_walk(numbers.T, axes, same))
 
 

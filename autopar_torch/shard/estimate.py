@@ -12,7 +12,7 @@ from ..profile import BlockCost
 from .layout import Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
 from .rules import op_name
-from .solve import OpWay, chosen_way, ring_costs, ways
+from .solve import chosen_way, ring_costs, ways
 
 _LINEAR = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "add_", "clone", "to", "_to_copy"}
 
@@ -47,7 +47,10 @@ class _Estimate:
         seconds = op_seconds(node, self.prices, choice.share if choice else 1)
         self.compute += seconds
         if choice and choice.ring is not None:
-            self._ring(node, choice, seconds)
+            ahead, back, block = ring_costs(node, choice, self.mesh, self.prices, seconds)
+            self.comm_forward += ahead
+            self.comm_backward += back
+            self.kept += block
         size = self._local_bytes(node)
         self.largest = max(self.largest, size)
         if node.meta["info"] is not None and any(
@@ -56,12 +59,6 @@ class _Estimate:
         for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):
             if choice:
                 self._convert(value, choice.ins[k])
-
-    def _ring(self, node: fx.Node, choice: OpWay, seconds: float) -> None:
-        ahead, back, block = ring_costs(node, choice, self.mesh, self.prices, seconds)
-        self.comm_forward += ahead
-        self.comm_backward += back
-        self.kept += block
 
     def _output(self, node: fx.Node) -> None:
         for k, value in enumerate(node.args[0]):  # type: ignore[arg-type]

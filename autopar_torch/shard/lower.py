@@ -15,15 +15,8 @@ from torch import fx, nn
 
 from ..model import at_rows
 from ..plan import Sharding
-from .collectives import (
-    Axis,
-    Convert,
-    OwnRandom,
-    SyncBatchNorm,
-    VocabCrossEntropy,
-    VocabEmbedding,
-    VocabPart,
-)
+from . import collectives
+from .collectives import Axis, VocabPart
 from .layout import (
     PARTIAL,
     WHOLE,
@@ -107,7 +100,7 @@ class Lowering:
         key = (value, want)
         if key not in self.shared:
             name = "_".join(dict.fromkeys(_verb(m) for m in [*ahead, *back])) or "keep"
-            target = self._module(name, Convert(ahead, back, self.axes))
+            target = self._module(name, collectives.Convert(ahead, back, self.axes))
             self.shared[key] = self.graph.call_module(target, (value,))
         return self.shared[key]  # readers that convert alike share it: one reduction
 
@@ -188,14 +181,14 @@ class Lowering:
         name = op_name(node)
         if name == "batch_norm" and node.args[5] and self.replicas is not None:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
-            module = SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
+            module = collectives.SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
         if choice is not None and is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
         if choice is not None and name == "embedding" and PARTIAL in choice.out:
             owner = self._owner(choice.out, PARTIAL)
             pad = node.args[2] if len(node.args) > 2 else -1
-            target = self._module("vocab_embedding", VocabEmbedding(owner, pad))  # type: ignore[arg-type]
+            target = self._module("vocab_embedding", collectives.VocabEmbedding(owner, pad))  # type: ignore[arg-type]
             return self.graph.call_module(target, (ready[node.args[0]], ready[node.args[1]]))  # type: ignore[index]
         if name == "cross_entropy":
             return self._loss(node, choice, ready)
@@ -216,7 +209,7 @@ class Lowering:
 
     def _own_random(self, node: fx.Node, choice: OpWay, ready: Ready) -> fx.Node:
         place = self._place_of(choice.out)
-        target = self._module("own_random", OwnRandom(node.target, place or 0))
+        target = self._module("own_random", collectives.OwnRandom(node.target, place or 0))
         plain = self._plain(node, choice, ready)
         new = self.graph.call_module(target, plain.args, plain.kwargs)
         self.graph.erase_node(plain)
@@ -228,7 +221,7 @@ class Lowering:
     def _loss(self, node: fx.Node, choice: OpWay | None, ready: Ready) -> fx.Node:
         if choice is not None and Split(1) in choice.ins[0].value:
             owner = self._owner(choice.ins[0].value, Split(1))
-            loss = VocabCrossEntropy(owner, node.args[4])  # type: ignore[arg-type]
+            loss = collectives.VocabCrossEntropy(owner, node.args[4])  # type: ignore[arg-type]
             args = tuple(ready[a] if isinstance(a, fx.Node) else None for a in node.args[:3])
             new = self.graph.call_module(self._module("vocab_cross_entropy", loss), args)
         else:

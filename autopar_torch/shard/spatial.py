@@ -16,7 +16,6 @@ stay home, and what travels is let go: one message less, and dI arrives as I was
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -128,13 +127,12 @@ class _Spatial(torch.autograd.Function):
             (dy,) = ring.start((dy,), (SKIP,))()
         if not ctx.needs_input_grad[1]:
             return dx, None, db, None
-        work = partial(_gradient, ring, x, dy, transposed)
+
+        def work(into: Tensor | None) -> Tensor:
+            found = gradient(ring, x, dy, transposed)
+            return found if into is None else into.add_(found)
+
         return dx, deliver(ctx.weight, work) if linear.leaf else work(None), db, None
-
-
-def _gradient(ring: Ring, x: Tensor, dy: Tensor, transposed: bool, into: Tensor | None) -> Tensor:
-    found = gradient(ring, x, dy, transposed)
-    return found if into is None else into.add_(found)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -40,16 +40,9 @@ class Traced:
     reads: frozenset[Read]  # attributes of modules that decided what was traced
 
 
-def trace(
-    model: nn.Module,
-    call: Call,
-    *,
-    device: torch.device | str = "cpu",
-    loss_fn: LossFn | None = None,
-    wanted: tuple[str, ...] | None = ("loss",),
-    params: dict[str, ParamInfo] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Traced:
+def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
+          loss_fn: LossFn | None = None, wanted: tuple[str, ...] | None = ("loss",),
+          params: dict[str, ParamInfo] | None = None, dtype: torch.dtype | None = None) -> Traced:
     """Trace once for every batch size. `params`: true shapes where the model holds shards."""
     known = params or describe_params(model)
     options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
@@ -70,7 +63,8 @@ def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBl
     flat = flatten(captured)
     check_sizes(flat)
     _merge_ties(flat, captured.sources)
-    batch = [n for n in flat.nodes if n.op == "placeholder" and _is_rows_input(n, captured)]
+    batch = [n for n in flat.find_nodes(op="placeholder")
+             if captured.sources[n.name].kind == "input" and info_of(n).shape[:1] == (ROWS,)]
     losses.rewrite(flat, batch)
     trainable = {name for name, source in captured.sources.items()
                  if source.kind == "param" and known[source.name].trainable}
@@ -91,11 +85,6 @@ def _prologue(flat: fx.Graph, pieces: list[TracedBlock]) -> fx.Graph:
             env[node] = graph.node_copy(node, lambda n: env[n])
             env[node].name = node.name
     return graph
-
-
-def _is_rows_input(node: fx.Node, captured: Captured) -> bool:
-    shape = info_of(node).shape
-    return captured.sources[node.name].kind == "input" and bool(shape) and shape[0] == ROWS
 
 
 def _merge_ties(graph: fx.Graph, sources: dict[str, InputSource]) -> None:

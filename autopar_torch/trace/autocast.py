@@ -54,7 +54,8 @@ def spell_out(graph: fx.Graph, node: fx.Node, new: fx.Node, dtype: torch.dtype,
     if not floats or not any(_has_kernel(op, key) for key in (
             f"Autocast{floats[0].device.type.upper()}", "CompositeImplicitAutograd")):
         return  # autocast knows neither the op nor what it is made of
-    key = (op, dtype, spec, tuple(map(_shown, given)))
+    seen = ((x.dtype, x.dim(), x.device.type) if isinstance(x, Tensor) else repr(x) for x in given)
+    key = (op, dtype, spec, tuple(seen))
     if key not in _known:
         where = str(new.meta["module"] or "forward")
         _known[key] = _what_it_does(node, op, given, spec, dtype, where)
@@ -67,12 +68,6 @@ def spell_out(graph: fx.Graph, node: fx.Node, new: fx.Node, dtype: torch.dtype,
     new.args, new.kwargs = pytree.tree_unflatten(copies, spec)
     if result is not None:
         new.kwargs = {**new.kwargs, "dtype": result}
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.dim(), value.device.type
-    return repr(value)
 
 
 def _has_kernel(op: OpOverload, key: str) -> bool:

@@ -144,16 +144,9 @@ def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return attributes_set(config, use_cache=False) if caches else contextlib.nullcontext()
 
 
-def capture(
-    model: nn.Module,
-    call: Call,
-    *,
-    device: torch.device,
-    loss_fn: LossFn | None,
-    wanted: tuple[str, ...] | None,
-    shapes: dict[str, ParamInfo],
-    dtype: torch.dtype | None = None,
-) -> Captured:
+def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: LossFn | None,
+            wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
+            dtype: torch.dtype | None = None) -> Captured:
     """Export without running, `dtype` for parameters if given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     told: list[tuple[tuple[str, ...], Form]] = []

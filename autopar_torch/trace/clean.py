@@ -54,7 +54,9 @@ def flatten(captured: Captured) -> fx.Graph:
     graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
     _out_of_place(graph)
     _drop_no_ops(graph)
-    _drop_dead(graph)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function" and not is_mutable(node):
+            graph.erase_node(node)
     return graph
 
 
@@ -162,10 +164,4 @@ def _drop_no_ops(graph: fx.Graph) -> None:
         idle = name == "aten::dropout" and (node.args[1] == 0.0 or not node.args[2])
         if same or idle:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            graph.erase_node(node)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op == "call_function" and not is_mutable(node):
             graph.erase_node(node)

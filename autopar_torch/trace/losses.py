@@ -15,9 +15,8 @@ from torch._ops import OpOverload
 
 from ..model import ROWS, TensorInfo
 from ..shard import loss_sums
-from .clean import aten, info_of, schema_name
+from .clean import aten, has_rows, info_of, schema_name
 
-_SCALAR = TensorInfo((), "float32")
 _MEAN, _SUM = 1, 2
 # Losses whose mean is the plain mean of their values. Others weigh them, by class or by length.
 _MEANS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
@@ -43,7 +42,7 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
 
 def _has_rows(node: Any) -> bool:
     info = info_of(node) if isinstance(node, fx.Node) else None
-    return isinstance(info, TensorInfo) and info.rows_dim is not None
+    return isinstance(info, TensorInfo) and has_rows(info)
 
 
 def _reduction(node: fx.Node) -> int | None:
@@ -84,8 +83,7 @@ def _scaled(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     if not count:
         return
     with graph.inserting_before(node):
-        number = graph.call_function(loss_sums.count_values, (batch[0], count))
-        number.meta = {"info": _SCALAR, "module": node.meta["module"]}
+        number = _number(graph, node, loss_sums.count_values, batch[0], count)
         op = aten.div.Tensor if divides else aten.mul.Tensor
         new = graph.call_function(op, (node.args[0], number))
     _replace(graph, node, new)
@@ -98,21 +96,17 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     if reduction not in (_MEAN, _SUM) or info_of(target).shape == info_of(logits).shape:  # type: ignore[arg-type]
         return
     with graph.inserting_before(node):
-        count = None
-        if reduction == _MEAN:
-            count = graph.call_function(loss_sums.count_labels, (target, weight, ignore))
-            count.meta = {"info": _SCALAR, "module": node.meta["module"]}
+        count = (_number(graph, node, loss_sums.count_labels, target, weight, ignore)
+                 if reduction == _MEAN else None)
         new = graph.call_function(
-            loss_sums.cross_entropy, (logits, target, count, weight, ignore, smoothing)
-        )
+            loss_sums.cross_entropy, (logits, target, count, weight, ignore, smoothing))
     _replace(graph, node, new)
 
 
 def _mean(graph: fx.Graph, node: fx.Node, values: Any, batch: list[fx.Node]) -> None:
     per_row = math.prod(info_of(values).shape) // ROWS
     with graph.inserting_before(node):
-        count = graph.call_function(loss_sums.count_values, (batch[0], per_row))
-        count.meta = {"info": _SCALAR, "module": node.meta["module"]}
+        count = _number(graph, node, loss_sums.count_values, batch[0], per_row)
         new = graph.call_function(loss_sums.mean_over_rows, (values, count))
     _replace(graph, node, new)
 
@@ -135,6 +129,13 @@ def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
     _mean(graph, mean, values, batch)
+
+
+def _number(graph: fx.Graph, node: fx.Node, op: Any, *args: Any) -> fx.Node:
+    """A number of the whole batch, for what `node` becomes."""
+    made = graph.call_function(op, args)
+    made.meta = {"info": TensorInfo((), "float32"), "module": node.meta["module"]}
+    return made
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
