@@ -136,6 +136,7 @@ def test_a_real_step_is_recorded_as_a_timeline(ranks: list[dict[str, dict[str, A
     assert real["idle_s"] >= 0
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_core_measure_every_phase() -> None:
     one, other = run_ranks(2, "test_measure:sharing")
     assert one == other, "a profile is the same on every rank"

@@ -165,11 +165,11 @@ def check_numbers(num_ranks: int, names: list[str], degrees: dict[str, Any]) -> 
         assert worst <= oracle.TOLERANCE, (name, degrees, worst)
 
 
-def test_gpt2_and_llama_match_one_process_on_4_ranks() -> None:
-    check_numbers(4, ["gpt2", "llama"], {"tp": 4})
+def test_gpt2_matches_one_process_on_4_ranks() -> None:
+    check_numbers(4, ["gpt2"], {"tp": 4})
 
 
-OTHERS = ["qwen3", "mistral", "gemma", "opt", "bloom", "neox", "phi", "bert", "t5", "mixtral",
+OTHERS = ["llama", "qwen3", "mistral", "gemma", "opt", "bloom", "neox", "phi", "bert", "t5", "mixtral",
           "nanogpt", "encoder"]
 
 
