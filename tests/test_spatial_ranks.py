@@ -169,8 +169,8 @@ def test_gpt2_matches_one_process_on_4_ranks() -> None:
     check_numbers(4, ["gpt2"], {"tp": 4})
 
 
-OTHERS = ["llama", "qwen3", "mistral", "gemma", "opt", "bloom", "neox", "phi", "bert", "t5", "mixtral",
-          "nanogpt", "encoder"]
+OTHERS = ["llama", "qwen3", "mistral", "gemma", "opt", "bloom", "neox", "phi", "bert", "t5",
+          "mixtral", "nanogpt", "encoder"]
 
 
 @pytest.mark.slow
