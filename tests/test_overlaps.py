@@ -16,10 +16,13 @@ import autopar_torch as ap
 import oracle
 import zoo
 from autopar_torch.errors import PlanError
-from autopar_torch.plan import Plan, Replica, Stage, check
-from autopar_torch.run import world
+from autopar_torch.plan import Plan, Replica, Stage, check, fit
+from autopar_torch.run import shardings, world
 from autopar_torch.shard.atoms import atoms
-from autopar_torch.shard.holdings import Box
+from autopar_torch.shard.holdings import Box, all_holdings
+from autopar_torch.shard.reduction import boxes_of
+from autopar_torch.trace import trace
+from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
 
 
@@ -79,6 +82,19 @@ def test_stages_on_the_same_devices_have_one_mesh() -> None:
     stages = (Stage((0, 1, 2, 3), (0, 1), (2, 2)), Stage((0, 1, 2, 3), (1, 2), (4,)))
     with pytest.raises(PlanError, match="are a mesh of"):
         check(Plan((Replica(stages),)), 4)
+
+
+def test_a_fused_weight_is_cut_under_zero_though_its_boxes_lie_side_by_side() -> None:
+    call, _ = take_apart((), zoo.batch("gpt2", 4))
+    traced = trace(zoo.build("gpt2"), call)
+    plan = shardings.complete(fit(Plan.uniform(tp=2, dp=2, zero=1), traced.graph), traced, 2)
+    fused = [name for name in traced.graph.params if name.endswith("c_attn.weight")]
+    assert fused
+    for name in fused:
+        held = boxes_of(plan, traced.graph, name, all_holdings(plan, traced.graph)[name])
+        cells = [cell for boxes in held.values() for box in boxes for cell in _cells(box)]
+        assert [len(boxes) for boxes in held.values()] == [3] * 4
+        assert len(cells) == len(set(cells)) == traced.graph.params[name].num_elements
 
 
 def test_atoms_cover_what_anyone_holds_once() -> None:
