@@ -158,11 +158,8 @@ class Curve(Struct, frozen=True, forbid_unknown_fields=True):
         return max(y0 + share * (y1 - y0), points[0][1] if num_bytes < sizes[0] else 0.0)
 
 
-class Overheads(Struct, frozen=True):
-    """What a step costs beside its blocks, on one rank.
-
-    A field of older files (`meet_s`) is ignored.
-    """
+class Overheads(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a step costs beside its blocks, on one rank."""
 
     step_s: Seconds = 0.0  # once per step: taking the batch, handing the gradients over
     micro_batch_s: Seconds = 0.0  # per micro-batch: its part of the batch, masks and tables
@@ -174,6 +171,7 @@ class Overheads(Struct, frozen=True):
     cut_s_per_byte: Seconds = 0.0  # the same in rows for the ranks of ZeRO, with taking apart
     fill_s_per_byte: Seconds = 0.0  # from a message into parameters
     fixed_bytes: Amount = 0.0
+    meet_s: Seconds = 0.0  # older files have it; nothing reads it
 
     def packing(self, op: str) -> float:
         """Seconds per byte of a message of gradients for such a collective."""
