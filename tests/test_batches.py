@@ -20,6 +20,10 @@ from autopar_torch.run import world
 from autopar_torch.run.agree import checksum, weighed
 from ranks import run_ranks
 from texts import (
+    DP2,
+    PLANS,
+    PP2,
+    TP2,
     Lines,
     Text,
     everyone,
@@ -30,12 +34,6 @@ from texts import (
     states,
     windows,
 )
-
-TP2 = {"tp": 2}
-PP2 = {"pp": 2, "num_micro_batches": 2}
-DP2 = {"dp": 2}
-ZERO3 = {"dp": 2, "zero": 3}
-PLANS = (TP2, PP2, DP2, ZERO3)
 
 # --- one batch on all ranks -----------------------------------------------------------------------
 

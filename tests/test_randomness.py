@@ -13,6 +13,10 @@ import autopar_torch as ap
 import claims
 from autopar_torch.run.agree import checksum
 from texts import (
+    DP2,
+    PLANS,
+    PP2,
+    TP2,
     Masked,
     Text,
     Untraced,
@@ -23,12 +27,6 @@ from texts import (
     states,
     windows,
 )
-
-TP2 = {"tp": 2}
-PP2 = {"pp": 2, "num_micro_batches": 2}
-DP2 = {"dp": 2}
-ZERO3 = {"dp": 2, "zero": 3}
-PLANS = (TP2, PP2, DP2, ZERO3)
 
 
 def _train_on_windows(model: Any) -> tuple[list[float], list[int]]:

@@ -137,8 +137,8 @@ def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str],
     apart = _apart(graph, asked, given, fixed, cut)
     if not apart:
         return ""
-    above = [n for n in graph.nodes if n in set(_upstream(apart, rowless))]
-    return op_name(_apart(graph, above, given, fixed, cut)[0])
+    read = set(_upstream(apart, rowless))
+    return op_name(_apart(graph, [n for n in graph.nodes if n in read], given, fixed, cut)[0])
 
 
 def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[str],
