@@ -47,7 +47,7 @@ def case(
     """Declares a case; its group is the file it stands in."""
 
     def declare(run: Found) -> Found:
-        group = run.__module__.removeprefix("trust_")
+        group = run.__module__.rpartition(".")[2]
         CASES[run.__name__] = Case(run.__name__, group, run, refuse, right, tolerance)
         return run
 

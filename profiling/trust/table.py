@@ -275,4 +275,4 @@ def main() -> int:
     print(f"FIGURES cells={len(found)} bad={bad} "
           + " ".join(f"{status}={n}" for status, n in sorted(counts.items()))
           + f" seconds={time.monotonic() - began:.0f}")
-    return 1 if bad else 0
+    return 1 if bad or not found else 0
