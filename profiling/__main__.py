@@ -23,6 +23,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "speed": ("scale.speed", "a minute"),
     "trace": ("scale.trace", "a minute"),
     "trust": ("trust.table", "half an hour, --quick three minutes"),
+    "coverage": ("coverage.table", "an hour, --quick six minutes"),
     "numbers": ("trust.numbers", "half an hour, --quick a minute"),
     "faults": ("trust.faults", "some minutes, --quick half of one"),
     "fuzz": ("trust.fuzz", "two minutes, --quick ten seconds"),

@@ -63,6 +63,7 @@ class Wrap:
     size: int
     folder: Path
     said: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)  # what a script tells beside its numbers
 
     def __call__(self, model: nn.Module, precision: str = "float32", **options: Any) -> Any:
         if self.degrees is None:

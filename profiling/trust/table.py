@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Cell:
     status: str
     detail: str
     seconds: float
+    about: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
         colon = ":" if self.status in ("refused", "lost", "bare") else ""
@@ -95,7 +96,7 @@ def _be_rank(case: Case, wrap: Wrap, port: int) -> None:
         wrap.listen()
         value = flat(case.run(wrap))
         torch.save(value, io.BytesIO())  # what cannot be kept is no number
-        found["value"] = value
+        found |= {"value": value, "about": wrap.about}
     except BaseException as error:
         traceback.print_exc()
         whole = isinstance(error, AutoparError) and all((error.what, error.where, error.fix))
@@ -197,7 +198,7 @@ def judge(case: Case, found: list[dict[str, Any] | None],
         "silent", f"{apart:.0e} {where}")
 
 
-def cells(case: Case, plans: list[str], limit_s: float, logs: Path) -> list[Cell]:
+def run_case(case: Case, plans: list[str], limit_s: float, logs: Path) -> list[Cell]:
     folder = logs / case.name / "plain"
     folder.mkdir(parents=True)
     plain = _run(case, None, 1, limit_s, folder)[0] or {"error": "hang", "text": ""}
@@ -214,10 +215,11 @@ def _cell(case: Case, plan: str, want: dict[str, Any], limit_s: float, logs: Pat
     folder.mkdir()
     found = _run(case, PLANS[plan], 1 if plan == ONE else 2, limit_s, folder)
     status, detail = judge(case, found, want)
-    return Cell(case.name, plan, status, detail, round(time.monotonic() - began, 1))
+    about = (found[0] or {}).get("about", {})
+    return Cell(case.name, plan, status, detail, round(time.monotonic() - began, 1), about)
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Import all that a rank needs, and trace once, so that no rank has to."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -259,13 +261,13 @@ def main() -> int:
         print("\n".join(f"{c.group:10s} {c.name}" for c in _chosen(options)))
         return 0
     plans, began = options.plans.split(","), time.monotonic()
-    _warm_up()
+    warm_up()
     found: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="trust-") as scratch:
         logs = Path(options.logs or scratch)
         print(f"{'':28s} " + " | ".join(f"{plan:26s}" for plan in plans))
         for case in _chosen(options):
-            row = cells(case, plans, options.limit, logs)
+            row = run_case(case, plans, options.limit, logs)
             found += row
             _show(row, 26)
             if options.json:
