@@ -1,13 +1,15 @@
 """Tiny random models of every architecture that `transformers` has for a task.
 
 A configuration is the architecture's own, with every size that is known by name made small. What
-draws numbers is turned off, so that two runs are equal.
+draws numbers is turned off, so that two runs are equal, and all is computed in float64.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import sys
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +93,7 @@ def build(own: Architecture) -> nn.Module:
     for dtype, variant in itertools.product((torch.float64, torch.float32), VARIANTS):
         try:
             model = _quiet(_made(own, variant)).to(dtype).train()
+            _double_inside()
             first, again = (losses(copy.deepcopy(model), own.task) for _ in range(2))
         except TimeoutError:
             raise
@@ -119,6 +122,24 @@ def losses(model: nn.Module, task: str, steps: int = 2, rate: float = 0.1) -> li
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+class _Doubled(ModuleType):
+    """torch, where float32 means float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _double_inside() -> None:
+    """Much code computes norms and softmax in float32 whatever its weights are. Rounding would then
+    hide, or fake, a difference."""
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and vars(module).get("torch") is torch:
+            module.torch = _Doubled("torch")  # type: ignore[attr-defined]
 
 
 def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
