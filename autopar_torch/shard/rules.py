@@ -279,13 +279,19 @@ PARTS = {"split", "chunk"}
 
 def factors_of(op: ShapedOp) -> list[DimFactor]:
     """The factors of any op but views and parts, which strategies.py follows through the graph."""
-    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
-    return [] if rule is None or not op.inputs else rule(op)
+    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else _noted)
+    return rule(op) if op.inputs else []
+
+
+def _noted(op: ShapedOp) -> list[DimFactor]:
+    """What tracing has found out about the op (trace/discover.py)."""
+    return list(op.node.meta.get("factors", ()))
 
 
 def has_rule(node: fx.Node) -> bool:
     name = op_name(node)
-    return name in _RULES or name in VIEWS or name in PARTS or _is_pointwise(node)
+    return name in _RULES or name in VIEWS or name in PARTS or _is_pointwise(
+        node) or bool(node.meta.get("factors"))
 
 
 def _is_pointwise(node: fx.Node) -> bool:
