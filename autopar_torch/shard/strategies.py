@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
-from .rules import PARTS, VIEWS, DimFactor, Shape, ShapedOp, factors_of, first_input
+from .rules import PARTS, VIEWS, DimFactor, Shape, ShapedOp, factors_of, first_input, owned
 
 DimPart = tuple[int, int]  # a dim and its outer part
 DimParts = dict[fx.Node, set[DimPart]]
@@ -57,7 +57,7 @@ def _of_factor(op: ShapedOp, factor: DimFactor, pieces: DimParts) -> Iterable[St
     cut = [(op.inputs[k], dim) for k, dim in factor.ins.items()] + [(op.node, factor.out)]
     outers = {outer for node, dim in cut for d, outer in pieces[node] if d == dim}
     sizes = [op.shapes[k][dim] for k, dim in factor.ins.items()]
-    for outer in sorted({1} | outers):
+    for outer in [1] if owned(op, factor) else sorted({1} | outers):
         if all(size > 1 and size % outer == 0 for size in sizes):
             out: Layout = PARTIAL if factor.out is None else Split(factor.out, outer)
             if factor.out == -1:
