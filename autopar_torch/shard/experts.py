@@ -38,14 +38,14 @@ class OwnExperts(nn.Module):
         super().__init__()
         self.owner, self.op = owner, op
 
-    def forward(self, rows: Tensor, weight: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+    def forward(self, rows: Tensor, weight: Tensor, offs: Tensor, **options: Any) -> Tensor:
         own = weight.shape[0]
         first = self.owner.start(own)
-        before = offsets[first - 1] if first else torch.zeros_like(offsets[0])
-        ends = offsets[first : first + own] - before
+        before = offs[first - 1] if first else torch.zeros_like(offs[0])
+        ends = offs[first : first + own] - before
         place = torch.arange(len(rows), device=rows.device)
         mine = (place < ends[-1])[:, None]
         ahead, back = (place + before) % len(rows), (place - before) % len(rows)
         moved = torch.where(mine, rows.index_select(0, ahead), 0)
-        made = cast(Tensor, self.op(moved, weight, ends, *rest))
+        made = cast(Tensor, self.op(moved, weight, ends, **options))
         return torch.where(mine, made, 0).index_select(0, back)
