@@ -82,6 +82,7 @@ RULES: dict[str, tuple[fx.Node, str]] = {
                             "S0,R>S0 R,S0>S1 S2,R>S2"),
     "index of a weight": (node(aten.index.Tensor, floats(8, H), [ids(B, S)]),
                           "R,S0>S0 R,S1>S1 S1,R>S2 S0,R>P"),
+    "rows by number": (node(aten.index.Tensor, floats(B, H), [ids(5)]), "R,S0>S0 S1,R>S1"),
     "repeat": (node(aten.repeat.default, floats(B, S, H), [1, 1, 2]), "S0>S0 S1>S1"),
     "expand_as": (node(aten.expand_as.default, floats(B, S, 1), floats(B, S, H)),
                   "S0,S0>S0 S1,S1>S1 R,S2>S2"),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..model import TensorInfo
+from ..model import ROWS, TensorInfo
 
 Shape = tuple[int, ...]
 
@@ -235,7 +235,8 @@ def _index(op: ShapedOp) -> list[DimFactor]:
     ]
     kept = [d for d in range(len(op.shapes[own or 0])) if d not in places]
     factors += [DimFactor({own: d}, j + rank * (j >= lead)) for j, d in enumerate(kept)]  # type: ignore[dict-item]
-    return factors if places != [0] else [*factors, DimFactor({own: 0}, None)]  # type: ignore[dict-item]
+    by_part = places == [0] and op.shapes[own or 0][0] % ROWS  # replicas have no such lowering
+    return [*factors, DimFactor({own: 0}, None)] if by_part else factors  # type: ignore[dict-item]
 
 
 def _grouped_mm(op: ShapedOp) -> list[DimFactor]:

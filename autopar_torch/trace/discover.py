@@ -135,7 +135,7 @@ def _image(node: fx.Node) -> dict[int, int]:
     sizes = sorted({size for shape in op.shapes for size in shape if size > 1})
     numbers = [abs(n) for n in tree_flatten((node.args, node.kwargs))[0]
                if type(n) is int and abs(n) < NO_SIZE and n % ROWS]
-    base = max([3, *numbers])
+    base = max([5, *numbers])
     if base > MOST_NUMBER or _has_sizes(node):
         return {size: at_rows(size, NUM_ROWS) for size in sizes}
     return {size: 2 if size == 2 else base + k for k, size in enumerate(sizes, 1)}
@@ -263,12 +263,11 @@ def _outs(trials: Sequence[_Trial], dims: dict[int, int]) -> list[int | None]:
 
 
 def _pieces(size: int, count: int, seed: int) -> Pieces:
+    """Uneven pieces of a dim, whose indices lie anywhere in it."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed), device="cpu")
-    if size < 4:
+    if size < 6:
         return list(order.tensor_split(min(size, count)))
-    sizes = [size - size // 2 + 1, size // 2 - 1] if count == 2 else [1, size // 2, size - 1 -
-                                                                    size // 2]
-    return list(order.split(sizes))
+    return list(order.split([2, size - 2] if count == 2 else [2, size - 4, 2]))
 
 
 def _joins(trial: _Trial, dims: dict[int, int], out: int | None, cut: Pieces) -> bool:
