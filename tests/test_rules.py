@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autopar_torch as ap
 import claims
-from autopar_torch.cluster import CPU_CORE, LOOPBACK
+from autopar_torch.cluster import GPU, NVLINK
 from autopar_torch.model import ROWS, TensorInfo
 from autopar_torch.shard.collectives import Axis, VocabPart
 from autopar_torch.shard.eliminate import minimum
@@ -167,12 +167,12 @@ fallback = torch.ops.transformers.grouped_mm_fallback.default
 class Experts(nn.Module):
     """Each token goes to the best two of some experts, which multiply its value twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
-        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, INNER))
-        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, INNER, WIDTH))
-        self.bias = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH))
+        self.router = nn.Linear(width, NUM_EXPERTS)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, width, inner))
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, inner, width))
+        self.bias = nn.Parameter(torch.randn(NUM_EXPERTS, width))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
@@ -243,18 +243,21 @@ def test_what_the_owners_make_sums_to_the_whole(name: str, parts: int) -> None:
             torch.testing.assert_close(results[1][0].detach(), plain)
 
 
-def _traced_experts() -> Any:
-    return trace(Experts(), take_apart(_batch(0), {})[0])
+def _traced_experts(width: int = WIDTH, inner: int = INNER) -> Any:
+    with torch.device("meta"):
+        model, x = Experts(width, inner), torch.zeros(12, width)
+    return trace(model, take_apart((x, x), {})[0])
 
 
 def test_experts_are_cut_where_they_are_cheapest() -> None:
-    traced = _traced_experts()
+    traced = _traced_experts(2049, 1025)
     program = traced.programs[traced.graph.blocks[0].kind]
     for parts in (2, 4):
-        prices = Prices(CPU_CORE, (LOOPBACK,), 1e-4, 8)
+        prices = Prices(GPU, (NVLINK,), 0.0, 1000)
         table = tabulate(program, (parts,), prices)
         ops = read_out(table, "", minimum(table.solution)[1]).ops
         assert [text for name, text in ops.items() if "grouped" in name] == ["R,S0,R>P"] * 2
+        assert ops["sum_2"] == "P>P"  # reduced once the two values of each token are one
 
 
 def test_what_was_found_travels_with_the_trace() -> None:

@@ -38,6 +38,12 @@ def traced(own: Architecture) -> str:
     return ""
 
 
+def keep() -> None:
+    met = discover.met()
+    ops = discover._reviewed() | met.ops
+    save(discover.Discovered(met.torch, dict(sorted(ops.items()))), discover.FILE)
+
+
 def late(*_: Any) -> None:
     raise TimeoutError(f"not traced within {LIMIT_S} s")
 
@@ -65,12 +71,11 @@ def main() -> int:
              if not options.only or own.name in options.only.split(",")]
     for own in asked[::10] if options.quick else asked:
         print(f"{own.task:9}{own.name:28}{traced(own)}", flush=True)
+        if options.write:
+            keep()
     met = discover.met()
     for key, found in met.ops.items():
         print(f"{key[:100]:100} {found.tries:4} {' '.join(found.factors) or '-'}")
-    if options.write:
-        ops = discover._reviewed() | met.ops
-        save(discover.Discovered(met.torch, dict(sorted(ops.items()))), discover.FILE)
     worst = max(seconds.values(), default=0.0)
     print(f"FIGURES architectures={len(asked)} ops={len(met.ops)} run={len(seconds)} "
           f"worst_s={worst:.2f}")
