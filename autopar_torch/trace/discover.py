@@ -47,7 +47,7 @@ class Discovered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ops: dict[str, Evidence]
 
 
-class _Trial(NamedTuple):
+class _MadeUpCall(NamedTuple):
     """One call with values."""
 
     op: OpOverload
@@ -63,7 +63,7 @@ class _Trial(NamedTuple):
             raise ValueError("it makes no tensors, or empty ones")
         return outs
 
-    def cut(self, dims: dict[int, int], index: Tensor) -> _Trial:
+    def cut(self, dims: dict[int, int], index: Tensor) -> _MadeUpCall:
         leaves = list(self.leaves)
         for k, dim in dims.items():
             leaves[self.at[k]] = leaves[self.at[k]].index_select(dim, index)
@@ -177,7 +177,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _trial(node: fx.Node, leaves: list[Any], spec: TreeSpec, image: dict[int, int],
-           seed: int) -> _Trial:
+           seed: int) -> _MadeUpCall:
     """Random values for which the op runs: whole numbers may be indices, so they are below a size;
     the others may have to be positive."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -200,7 +200,7 @@ def _trial(node: fx.Node, leaves: list[Any], spec: TreeSpec, image: dict[int, in
         return SCALES[seed] * (value.abs() + 0.1 if positive else value)
 
     for positive, top in itertools.product((False, True), tops):
-        trial = _Trial(node.target, [made(leaf, top, positive) for leaf in leaves], spec, at)  # type: ignore[arg-type]
+        trial = _MadeUpCall(node.target, [made(leaf, top, positive) for leaf in leaves], spec, at)  # type: ignore[arg-type]
         try:
             outs = trial.run()
         except (IndexError, RuntimeError) as error:
@@ -245,7 +245,7 @@ def _candidates(shapes: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
                 yield dims
 
 
-def _outs(trials: Sequence[_Trial], dims: dict[int, int]) -> list[int | None]:
+def _outs(trials: Sequence[_MadeUpCall], dims: dict[int, int]) -> list[int | None]:
     """The dims of the results that are cut with these dims; None: the results are summed."""
     if not dims:
         return []
@@ -270,7 +270,7 @@ def _pieces(size: int, count: int, seed: int) -> Pieces:
     return list(order.split([2, size - 2] if count == 2 else [2, size - 4, 2]))
 
 
-def _joins(trial: _Trial, dims: dict[int, int], out: int | None, cut: Pieces) -> bool:
+def _joins(trial: _MadeUpCall, dims: dict[int, int], out: int | None, cut: Pieces) -> bool:
     """Whether the results of the pieces join to the whole, and their gradients do."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     given = [torch.randn(o.shape, generator=generator, dtype=o.dtype, device="cpu")
