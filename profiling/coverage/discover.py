@@ -1,4 +1,4 @@
-"""How may the ops that no rule knows be split, over the architectures of `transformers`?
+"""How may ops that no rule knows be split, over the models of `transformers`?
 
     python profiling discover [--kind causal,masked,seq2seq,image,sequence] [--only NAME,...]
         [--quick] [--write]
