@@ -16,7 +16,8 @@ setup(
         "autopar_torch.hardware",  # data only: cluster.known reads it from either place
     ],
     package_dir={"autopar_torch.hardware": "profiling/hardware"},
-    package_data={"autopar_torch": ["py.typed"], "autopar_torch.hardware": ["*.json"]},
+    package_data={"autopar_torch": ["py.typed", "shard/*.json"],
+                  "autopar_torch.hardware": ["*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
     install_requires=["torch>=2.13.0", "numpy", "msgspec", "safetensors"],
     extras_require={

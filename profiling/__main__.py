@@ -24,6 +24,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "trace": ("scale.trace", "a minute"),
     "trust": ("trust.table", "half an hour, --quick three minutes"),
     "coverage": ("coverage.table", "an hour, --quick six minutes"),
+    "discover": ("coverage.discover", "twenty minutes, --quick two"),
     "numbers": ("trust.numbers", "half an hour, --quick a minute"),
     "faults": ("trust.faults", "some minutes, --quick half of one"),
     "fuzz": ("trust.fuzz", "two minutes, --quick ten seconds"),

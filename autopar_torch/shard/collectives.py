@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -229,6 +230,10 @@ class VocabPart:
 
     axes: tuple[Axis, ...]
 
+    @property
+    def parts(self) -> int:
+        return math.prod(axis.parts for axis in self.axes)
+
     def start(self, size: int) -> int:
         index = 0
         for axis in self.axes:
@@ -249,7 +254,7 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.owner, self.padding_idx = owner, padding_idx
 
-    def forward(self, weight: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, weight: Tensor, ids: Tensor, *_: Any) -> Tensor:
         local = ids - self.owner.start(weight.shape[0])
         foreign = (local < 0) | (local >= weight.shape[0])
         found = nn.functional.embedding(torch.where(foreign, 0, local), weight)

@@ -100,7 +100,7 @@ class Strategy(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        return self.out != WHOLE or any(layout != WHOLE for layout in self.ins)
+        return any(map(is_cut, (*self.ins, self.out)))
 
     @property
     def is_square(self) -> bool:

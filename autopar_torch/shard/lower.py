@@ -17,6 +17,7 @@ from ..model import at_rows
 from ..plan import Sharding
 from . import collectives
 from .collectives import Axis, VocabPart
+from .experts import OwnExperts, OwnRows
 from .layout import (
     PARTIAL,
     WHOLE,
@@ -33,13 +34,14 @@ from .layout import (
 from .linear import direct_linear
 from .price import Move, moves
 from .rows import give_real_sizes
-from .rules import OPERANDS, ShapedOp, op_name
+from .rules import OPERANDS, OWNED, ShapedOp, has_tag, op_name
 from .solve import OpWay, chosen_way, ways
 from .spatial import SpatialLinear
 
 aten = torch.ops.aten
 Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs
-_SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1}
+_SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1, "new_zeros": 1, "new_ones": 1,
+          "new_full": 1, "new_empty": 1}
 
 
 class Lowering:
@@ -158,11 +160,15 @@ class Lowering:
                 args[2] = local[first : first + len(args[2])]  # type: ignore[arg-type]
             else:
                 args[_SIZED[name]] = local
-        elif name == "split":
-            cut = ShapedOp(node).dim(2, len(ShapedOp(node).out))
-            args[1] = local_shape(ShapedOp(node).out, choice.out, self.mesh)[cut]
-        elif name == "group_norm":
-            args[1] = int(cast(Any, args[1])) // math.prod(
+        elif name in ("split", "split_with_sizes"):
+            full = ShapedOp(node).out
+            cut = ShapedOp(node).dim(2, len(full))
+            local = local_shape(full, choice.out, self.mesh)
+            args[1] = fx.node.map_aggregate(
+                args[1], lambda size: cast(int, size) * local[cut] // full[cut])
+        elif name == "group_norm" or (name in _BIAS and len(args) > 6 and args[6] != 1):
+            place = 1 if name == "group_norm" else 6
+            args[place] = int(cast(Any, args[place])) // math.prod(
                 cut.parts for cut in all_cuts(choice.out, self.mesh) if cut.split.dim == 1)
         new.args = tuple(args)
 
@@ -185,11 +191,9 @@ class Lowering:
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
         if choice is not None and is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
-        if choice is not None and name == "embedding" and PARTIAL in choice.out:
-            owner = self._owner(choice.out, PARTIAL)
-            pad = node.args[2] if len(node.args) > 2 else -1
-            target = self._module("vocab_embedding", collectives.VocabEmbedding(owner, pad))  # type: ignore[arg-type]
-            return self.graph.call_module(target, (ready[node.args[0]], ready[node.args[1]]))  # type: ignore[index]
+        if choice is not None and name in OWNED and PARTIAL in choice.out and (
+                new := self._owned(node, choice, ready)):
+            return new
         if name == "cross_entropy":
             return self._loss(node, choice, ready)
         if name in OPERANDS and (new := self._linear(node, choice, ready)):
@@ -197,6 +201,23 @@ class Lowering:
         if choice is not None and PARTIAL in choice.out and name in _BIAS:
             return self._with_scaled_bias(node, choice, ready)
         return None
+
+    def _owned(self, node: fx.Node, choice: OpWay, ready: Ready) -> fx.Node | None:
+        """An op on the part that this rank has of the first dim of a weight."""
+        name = op_name(node)
+        place = cast(int, ShapedOp(node).at(OWNED[name]))
+        owner = VocabPart(tuple(axis for axis, layout in zip(
+            self.axes, choice.ins[place].value, strict=True) if layout == Split(0)))
+        plain = self._plain(node, choice, ready)
+        if not owner.axes:
+            return plain
+        if name == "embedding":
+            module: nn.Module = collectives.VocabEmbedding(owner, ShapedOp(node).arg(2, "", -1))
+        else:
+            module = OwnRows(owner) if name == "index" else OwnExperts(owner, plain.target)
+        new = self.graph.call_module(self._module(f"own_{name}", module), plain.args, plain.kwargs)
+        self.graph.erase_node(plain)
+        return new
 
     def _place_of(self, layouts: Layouts) -> int | None:
         """The number of the part of a value that this rank has; None if it has all of it."""
@@ -274,7 +295,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether an op draws numbers (dropout that drops nothing was removed when tracing)."""
     if op_name(node) == "scaled_dot_product_attention":
         return bool(ShapedOp(node).arg(4, "dropout_p", 0.0))
-    return op_name(node) in ("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
+    return has_tag(node, torch.Tag.nondeterministic_seeded)
 
 
 _PASSING = ("view", "reshape", "_unsafe_view", "slice", "to", "contiguous", "flatten", "alias")

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..model import TensorInfo
+from ..model import ROWS, TensorInfo
 
 Shape = tuple[int, ...]
 
@@ -26,6 +26,8 @@ class DimFactor(NamedTuple):
     out: int | None
 
 
+# Ops that a rank may do for its part of the first dim of this input, with zeros for the rest.
+OWNED = {"embedding": 0, "index": 0, "_grouped_mm": 1, "grouped_mm_fallback": 1}
 # Where a product has its input, its weight and its bias.
 OPERANDS = {"linear": (0, 1, 2), "matmul": (0, 1, 2), "mm": (0, 1, 2), "addmm": (1, 2, 0)}
 
@@ -56,6 +58,12 @@ class ShapedOp:
 def _shape(info: Any) -> Shape:
     first = info[0] if isinstance(info, tuple) else info
     return first.shape if isinstance(first, TensorInfo) else ()
+
+
+def owned(op: ShapedOp, factor: DimFactor) -> bool:
+    """Whether a factor has to be lowered so: pieces must then be runs of indices."""
+    place = OWNED.get(op.name)
+    return place is not None and factor == DimFactor({op.at(place): 0}, None)  # type: ignore[dict-item]
 
 
 def op_name(node: fx.Node) -> str:
@@ -119,10 +127,11 @@ def _conv(op: ShapedOp, transposed: bool = False) -> list[DimFactor]:
     x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
     groups = op.arg(6, "groups", 1)
     batch = DimFactor({x: 0}, 0)  # type: ignore[dict-item]
-    if groups != 1:
-        return [batch]
     cout, cin = (1, 0) if transposed else (0, 1)
     ins = {w: cout} if bias is None else {w: cout, bias: 0}
+    if groups != 1:  # if every channel is a group, channels may be cut
+        alone = op.shapes[w or 0][1] == 1 and not transposed
+        return [batch, DimFactor({x: 1, **ins}, 1)] if alone else [batch]  # type: ignore[dict-item]
     return [batch, DimFactor(ins, 1), DimFactor({x: 1, w: cin}, None)]  # type: ignore[arg-type, dict-item]
 
 
@@ -209,20 +218,44 @@ def _pad(op: ShapedOp) -> list[DimFactor]:
 
 
 def _index(op: ShapedOp) -> list[DimFactor]:
-    """self[i, j, ...]: the indices' dims come first, then what is left of self."""
-    places = [i for i, value in enumerate(op.args[1]) if value is not None]  # type: ignore[arg-type]
-    if places != list(range(len(places))):
+    """self[i, :, j, ...]: the indices' dims come where the indices are, first if those lie apart.
+    Of the first dim every rank may have some rows: zeros come for the others."""
+    given: Any = op.args[1]
+    places = [i for i, value in enumerate(given) if value is not None]
+    if any(given[i].meta["info"].dtype in ("bool", "uint8") for i in places):
         return []
     own = op.at(0)
-    index = {op.inputs.index(op.args[1][i]): len(op.args[1][i].meta["info"].shape) for i in places}  # type: ignore[index, union-attr]
+    index = {op.inputs.index(given[i]): len(given[i].meta["info"].shape) for i in places}
     rank = max(index.values())
+    lead = places[0] if places[-1] - places[0] == len(places) - 1 else 0
     factors = [
-        DimFactor({k: d - (rank - r) for k, r in index.items()
-                if d >= rank - r and op.shapes[k][d - (rank - r)] == op.out[d]}, d)
+        DimFactor({k: d - (rank - r) for k, r in index.items() if d >= rank - r
+                   and op.shapes[k][d - (rank - r)] == op.out[lead + d]}, lead + d)
         for d in range(rank)
     ]
-    rest = len(op.shapes[own or 0]) - len(places)
-    return factors + [DimFactor({own: len(places) + d}, rank + d) for d in range(rest)]  # type: ignore[dict-item]
+    kept = [d for d in range(len(op.shapes[own or 0])) if d not in places]
+    factors += [DimFactor({own: d}, j + rank * (j >= lead)) for j, d in enumerate(kept)]  # type: ignore[dict-item]
+    by_part = places == [0] and op.shapes[own or 0][0] % ROWS  # replicas have no such lowering
+    return [*factors, DimFactor({own: 0}, None)] if by_part else factors  # type: ignore[dict-item]
+
+
+def _grouped_mm(op: ShapedOp) -> list[DimFactor]:
+    """Rows sorted by expert (S, K) @ weights (E, K, N), with the end of each expert's rows (E)."""
+    if [len(shape) for shape in op.shapes] != [2, 3, 1]:
+        return []
+    return [DimFactor({1: 2}, 1), DimFactor({0: 1, 1: 1}, None), DimFactor({1: 0}, None)]
+
+
+def _stack(op: ShapedOp) -> list[DimFactor]:
+    new = op.dim(1, len(op.out))
+    return [DimFactor(dict.fromkeys(range(len(op.inputs)), d), d + (d >= new))
+            for d in range(len(op.out) - 1)]
+
+
+def _made_new(op: ShapedOp) -> list[DimFactor]:
+    """What is made has nothing to do with the values of the input."""
+    return [DimFactor({0: d}, k) for k, size in enumerate(op.out)
+            for d, own in enumerate(op.shapes[0]) if own == size != 1]
 
 
 def _gather(op: ShapedOp) -> list[DimFactor]:
@@ -245,7 +278,13 @@ def _mean_over_rows(op: ShapedOp) -> list[DimFactor]:
 _RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     **dict.fromkeys(["to", "clone", "detach", "alias", "contiguous", "dropout", "getitem",
                      "masked_fill", "where", "broadcast_tensors", "fill",
-                     "alpha_dropout", "zeros_like", "ones_like"], _same_dims),
+                     "alpha_dropout", "zeros_like", "ones_like", "empty_like", "full_like",
+                     "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"],
+                    _same_dims),
+    **dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], _made_new),
+    **dict.fromkeys(["tril", "triu"], lambda op: _same_dims(
+        op, {len(op.out) - 2, len(op.out) - 1})),
+    "repeat": _same_dims,
     **dict.fromkeys(["type_as"], first_input),
     **dict.fromkeys(["softmax", "_softmax", "log_softmax", "cumsum", "cumprod"],
                     _but_dim(1, -1)),
@@ -263,29 +302,39 @@ _RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(["mean", "sum"], _reduce),
     **dict.fromkeys(["transpose", "permute", "t"], _transpose), "expand": _expand,
-    "slice": _slice, "select": _select, "pad": _pad, "constant_pad_nd": _pad,
+    "slice": _slice, **dict.fromkeys(["select", "unbind"], _select), "stack": _stack,
+    "pad": _pad, "constant_pad_nd": _pad,
     **dict.fromkeys(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d",
                      "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
                      "upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest1d"],
                     lambda op: first_input(op, range(2, len(op.out)))),
-    "index": _index, "gather": _gather, "repeat_interleave": lambda op: first_input(op),
+    "index": _index, **dict.fromkeys(["_grouped_mm", "grouped_mm_fallback"], _grouped_mm),
+    "gather": _gather, "repeat_interleave": lambda op: first_input(op),
     "cross_entropy": _cross_entropy, "mean_over_rows": _mean_over_rows,
     **dict.fromkeys(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
                      "binary_cross_entropy_with_logits", "binary_cross_entropy"], _same_dims),
 }
 VIEWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_unsafe_view"}
-PARTS = {"split", "chunk"}
+PARTS = {"split", "chunk", "split_with_sizes"}
 
 
 def factors_of(op: ShapedOp) -> list[DimFactor]:
     """The factors of any op but views and parts, which strategies.py follows through the graph."""
-    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else None)
-    return [] if rule is None or not op.inputs else rule(op)
+    rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else _noted)
+    found = rule(op) if op.inputs else []
+    # Without a cut input every rank has the whole result, but for sizes that lowering makes local.
+    return [factor for factor in found if factor.ins or op.name == "expand"]
+
+
+def _noted(op: ShapedOp) -> list[DimFactor]:
+    """What tracing has found out about the op (trace/discover.py)."""
+    return list(op.node.meta.get("factors", ()))
 
 
 def has_rule(node: fx.Node) -> bool:
     name = op_name(node)
-    return name in _RULES or name in VIEWS or name in PARTS or _is_pointwise(node)
+    return name in _RULES or name in VIEWS or name in PARTS or _is_pointwise(
+        node) or bool(node.meta.get("factors"))
 
 
 def _is_pointwise(node: fx.Node) -> bool:

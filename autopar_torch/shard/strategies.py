@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
-from .rules import PARTS, VIEWS, DimFactor, Shape, ShapedOp, factors_of, first_input
+from .rules import OWNED, PARTS, VIEWS, DimFactor, Shape, ShapedOp, factors_of, first_input, owned
 
+_ADDING = ("add", "sub")
+_LINEAR = (*VIEWS, "transpose", "index", "sum", "mul", "div", "neg")
 DimPart = tuple[int, int]  # a dim and its outer part
 DimParts = dict[fx.Node, set[DimPart]]
 
@@ -57,7 +59,7 @@ def _of_factor(op: ShapedOp, factor: DimFactor, pieces: DimParts) -> Iterable[St
     cut = [(op.inputs[k], dim) for k, dim in factor.ins.items()] + [(op.node, factor.out)]
     outers = {outer for node, dim in cut for d, outer in pieces[node] if d == dim}
     sizes = [op.shapes[k][dim] for k, dim in factor.ins.items()]
-    for outer in sorted({1} | outers):
+    for outer in [1] if owned(op, factor) else sorted({1} | outers):
         if all(size > 1 and size % outer == 0 for size in sizes):
             out: Layout = PARTIAL if factor.out is None else Split(factor.out, outer)
             if factor.out == -1:
@@ -108,7 +110,30 @@ def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
                     if isinstance(layout, Split) and layout.outer > 1:
                         pieces[node].add((layout.dim, layout.outer))
         todo = [op for op in reversed(nodes) if _num_pieces(op, pieces) != known[op.node]]
-    return {op.node: [_whole(op), *dict.fromkeys(found[op.node])] for op in nodes}
+    sums = _with_sums(nodes, found)
+    return {op.node: [_whole(op), *dict.fromkeys(found[op.node]), *sums.get(op.node, ())]
+            for op in nodes}
+
+
+def _with_sums(nodes: list[ShapedOp],
+               found: dict[fx.Node, list[Strategy]]) -> dict[fx.Node, list[Strategy]]:
+    """Products of experts may stay partial sums through what is linear in them: rows are many while
+    each token has one per expert, so it is better to reduce once they are weighted and summed."""
+    sums: dict[fx.Node, list[Strategy]] = {}
+    for op in nodes:
+        carried = [node in sums for node in op.inputs]
+        adds = op.name in _ADDING and all(carried) and len(carried) == 2
+        scales = op.name in _LINEAR and carried[:1] == [True] and not any(carried[1:])
+        scales |= op.name == "mul" and carried == [False, True]
+        squares = op.name == "mul" and op.args[0] is op.args[1]
+        if (adds or scales) and not squares and not op.kwargs:
+            ins = tuple(PARTIAL if own else WHOLE for own in carried)
+            grads = tuple(WHOLE if own else PARTIAL for own in carried)
+            sums[op.node] = [Strategy(ins, grads, PARTIAL)]
+        elif op.name in OWNED and op.name != "embedding" and any(
+                s.out == PARTIAL for s in found[op.node]):
+            sums[op.node] = []
+    return sums
 
 
 def _num_pieces(op: ShapedOp, pieces: DimParts) -> list[int]:

@@ -21,6 +21,7 @@ from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
 from .clean import flatten, has_rows, info_of
+from .discover import note_factors
 from .form import Form, LossFn
 from .repeat import find_stacks, shortened
 
@@ -72,6 +73,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBl
     main = split_main(flat, captured.sources)
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
+    note_factors(main)
     return cut(flat, main, captured.sources), flat
 
 

@@ -177,7 +177,9 @@ def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
         name = source.name
         prefix = piece.name.split("~")[0] + "."
         local = name[len(prefix) :] if name.startswith(prefix) else name
-        return "w_" + re.sub(r"\W", "_", local).lower(), piece.params, name
+        slot = "w_" + re.sub(r"\W", "_", local).lower()
+        taken = slot in piece.params  # as `bias` is by `fc.bias` in a block called `fc`
+        return f"{slot}_{len(piece.params)}" if taken else slot, piece.params, name
     return f"c{len(piece.context)}", piece.context, node.name
 
 

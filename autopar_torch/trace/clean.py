@@ -14,6 +14,10 @@ from .autocast import spell_out
 from .capture import Captured
 
 aten = torch.ops.aten
+_LIKE: dict[Any, Any] = {
+    aten.view_as.default: aten.view.default, aten.reshape_as.default: aten.reshape.default,
+    aten.expand_as.default: aten.expand.default,
+}
 _CASTS = ("aten::to", "aten::alias", "aten::type_as", "aten::lift_fresh_copy")
 
 
@@ -52,6 +56,7 @@ def flatten(captured: Captured) -> fx.Graph:
     graph = fx.Graph()
     params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
     graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
+    _say_sizes(graph)
     _out_of_place(graph)
     _drop_no_ops(graph)
     for node in reversed(list(graph.nodes)):
@@ -129,6 +134,14 @@ def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+
+
+def _say_sizes(graph: fx.Graph) -> None:
+    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know."""
+    for node in graph.nodes:
+        if node.target in _LIKE:
+            node.target = _LIKE[node.target]
+            node.args = (node.args[0], list(info_of(node).shape))
 
 
 def _out_of_place(graph: fx.Graph) -> None:

@@ -31,6 +31,8 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
         name = schema_name(node).removeprefix("aten::")
         if name == "cross_entropy_loss" and _has_rows(node.args[0]):
             _cross_entropy(graph, node)
+        elif name in ("nll_loss", "nll_loss_nd") and _has_rows(node.args[0]):
+            _nll_loss(graph, node)
         elif name == "mean" and info_of(node).shape == () and _has_rows(node.args[0]):
             _mean(graph, node, node.args[0], batch)
         elif _reduction(node) == _MEAN and _has_rows(node.args[0]):
@@ -100,6 +102,19 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
                  if reduction == _MEAN else None)
         new = graph.call_function(
             loss_sums.cross_entropy, (logits, target, count, weight, ignore, smoothing))
+    _replace(graph, node, new)
+
+
+def _nll_loss(graph: fx.Graph, node: fx.Node) -> None:
+    defaults = (None, _MEAN, -100)
+    logits, target, weight, reduction, ignore = node.args + defaults[len(node.args) - 2 :]
+    if reduction != _MEAN or node.kwargs:
+        return
+    with graph.inserting_before(node):
+        total = graph.call_function(node.target, (logits, target, weight, _SUM, ignore))  # type: ignore[arg-type]
+        total.meta = dict(node.meta)
+        count = _number(graph, node, loss_sums.count_labels, target, weight, ignore)
+        new = graph.call_function(aten.div.Tensor, (total, count))
     _replace(graph, node, new)
 
 

@@ -20,7 +20,7 @@ from ..errors import AutoparError
 from . import Traced
 from .clean import info_of
 
-_Line = tuple[str, str, Any, Any, Any, Any]  # op, name, target, args, kwargs, info
+_Line = tuple[str, str, Any, Any, Any, Any, Any]  # op, name, target, args, kwargs, info, factors
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def _operator(name: str, overload: str) -> Any:
 def _lines(graph: fx.Graph) -> list[_Line]:
     refs: Any = {node: _Ref(index) for index, node in enumerate(graph.nodes)}
     return [(node.op, node.name, node.target,
-             *fx.node.map_arg((node.args, node.kwargs), refs.__getitem__), info_of(node))
+             *fx.node.map_arg((node.args, node.kwargs), refs.__getitem__), info_of(node),
+             node.meta.get("factors", ()))
             for node in graph.nodes]
 
 
@@ -74,9 +75,9 @@ def _graph(lines: list[_Line]) -> fx.Graph:
     def node_of(value: Any) -> Any:
         return made[value.index] if isinstance(value, _Ref) else value
 
-    for op, name, target, args, kwargs, info in lines:
+    for op, name, target, args, kwargs, info, factors in lines:
         args, kwargs = fx.node.map_aggregate((args, kwargs), node_of)
         node = graph.create_node(op, target, args, dict(kwargs))
-        node.name, node.meta = name, {"info": info}
+        node.name, node.meta = name, {"info": info, "factors": factors}
         made.append(node)
     return graph
