@@ -1,4 +1,4 @@
-"""Which architectures of `transformers` train exactly under every plan, and why not the others?
+"""Which architectures of `transformers` train exactly under every plan, and why not others?
 
     python profiling coverage [--kind causal,masked,seq2seq,image,sequence] [--only NAME,...]
         [--plans dp2,tp2,pp2] [--quick] [--json FILE] [--markdown FILE] [--logs FOLDER]
