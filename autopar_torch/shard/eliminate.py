@@ -23,8 +23,8 @@ Table = tuple[tuple[Variable, ...], Array]
 
 MOST = 2**22  # entries of a table, 32 MiB
 MOST_WORK = 2**26  # entries of all tables of one elimination
-LIGHT, LIGHT_WORK = 2**16, 2**21  # the same, where it is repeated
-TRIALS = 256  # eliminations with some variables fixed
+LIGHT = 2**14  # entries of a table where some variables are fixed by trial
+TRIALS = 16  # such eliminations, each some tenths of a second
 
 
 class Solution(NamedTuple):
@@ -100,7 +100,9 @@ def ordered(sizes: Mapping[Variable, int], scopes: Iterable[Sequence[Variable]],
         fills = sum(b not in near[a] for a, b in itertools.combinations(near[v], 2)) if fill else 0
         return int(entries > most), fills, entries // sizes[v]
 
-    kept, gone, left, work = set(keep), [], [], 0
+    kept, work = set(keep), 0
+    gone: list[Variable] = []
+    left: list[Variable] = []
     prices = {v: price(v) for v in sizes if v not in kept}
     while prices:
         variable = min(prices, key=prices.__getitem__)
@@ -168,18 +170,14 @@ def minimum(sizes: Mapping[Variable, int], tables: Sequence[Table], most: int = 
         if not order.left and order.work <= most_work:
             solution = eliminate(sizes, tables, order.gone)
             return Minimum(solution.cost({}), solution.complete({}), True)
-    light, light_work = min(most, LIGHT), min(most_work, LIGHT_WORK)
     cuts = [ordered(sizes, scopes, most=each, fill=fill, cut=True)
-            for each in (most, light) for fill in (False, True)]
-    trials = [math.prod(sizes[v] for v in cut.left) for cut in cuts]
-    best = min(range(len(cuts)), key=lambda i: trials[i] * cuts[i].work)
-    if trials[best] <= TRIALS and trials[best] * cuts[best].work <= most_work:
-        every = (_given(sizes, tables, cuts[best], values) for values in itertools.product(
-            *(range(sizes[v]) for v in cuts[best].left)))
-        return min(every, key=lambda found: found.cost)
-    lightest = min(cuts[2:], key=lambda cut: cut.work)
-    affordable = TRIALS * light_work // lightest.work
-    return _descent(sizes, tables, lightest, min(TRIALS, affordable))
+            for each in (most, min(most, LIGHT)) for fill in (False, True)]
+    work = [math.prod(sizes[v] for v in cut.left) * cut.work for cut in cuts]
+    best = cuts[work.index(min(work))]
+    if min(work) > most_work:
+        return _descent(sizes, tables, min(cuts[2:], key=lambda cut: cut.work))
+    every = itertools.product(*(range(sizes[v]) for v in best.left))
+    return min((_given(sizes, tables, best, values) for values in every), key=lambda m: m.cost)
 
 
 def _given(sizes: Mapping[Variable, int], tables: Sequence[Table], cut: Order,
@@ -193,10 +191,9 @@ def _given(sizes: Mapping[Variable, int], tables: Sequence[Table], cut: Order,
     return Minimum(solution.cost({}), solution.complete(fixed), True)
 
 
-def _descent(sizes: Mapping[Variable, int], tables: Sequence[Table], cut: Order,
-             trials: int) -> Minimum:
+def _descent(sizes: Mapping[Variable, int], tables: Sequence[Table], cut: Order) -> Minimum:
     """From the values that are best by themselves, or from the first ones, each is changed as long
-    as that helps."""
+    as that helps, in so many trials."""
     alone = {v: np.zeros(sizes[v]) for v in cut.left}
     for scope, table in tables:
         for i, v in enumerate(scope):
@@ -205,15 +202,11 @@ def _descent(sizes: Mapping[Variable, int], tables: Sequence[Table], cut: Order,
     starts = [[int(alone[v].argmin()) for v in cut.left], [0] * len(cut.left)]
     found = [_given(sizes, tables, cut, start) for start in starts]
     first = int(found[1].cost < found[0].cost)
-    best, now, stale = found[first], starts[first], 0
-    for place, value in itertools.cycle((i, x) for i, v in enumerate(cut.left)
-                                        for x in range(sizes[v])):
-        if trials <= 0 or stale > sum(sizes[v] for v in cut.left):
-            break
-        stale += 1
+    best, now = found[first], starts[first]
+    moves = itertools.cycle((i, x) for i, v in enumerate(cut.left) for x in range(sizes[v]))
+    for place, value in itertools.islice(moves, TRIALS):
         if value != now[place]:
-            trials -= 1
             tried = _given(sizes, tables, cut, [*now[:place], value, *now[place + 1 :]])
             if tried.cost < best.cost:
-                best, now[place], stale = tried, value, 0
+                best, now[place] = tried, value
     return best._replace(is_proven=False)

@@ -394,8 +394,9 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
 
 def _names(block: Block, table: KindTable) -> dict[Variable, Variable]:
     """What the chain calls the variables that a kind leaves to it."""
-    return {**{v: (block.name, v) for v in table.left},
-            **block.inputs, **block.outputs, **block.params}
+    inside: dict[Variable, Variable] = {v: (block.name, v) for v in table.left}
+    borders = (block.inputs, block.outputs, block.params)
+    return inside | {slot: name for slots in borders for slot, name in slots.items()}
 
 
 def _without_repeats(variables: tuple[Variable, ...], table: Array) -> Table:
