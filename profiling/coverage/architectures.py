@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from coverage import others
+
+OTHER = "others"
+RATE = 0.1
 ROWS, LENGTH, VOCABULARY, WIDTH, LAYERS, CLASSES, PIXELS = 4, 16, 64, 32, 4, 2, 32
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -67,6 +71,8 @@ class Architecture(NamedTuple):
 
 
 def listed(task: str) -> list[Architecture]:
+    if task == OTHER:
+        return [Architecture(task, name, "") for name in others.OTHERS]
     from transformers.models.auto import modeling_auto
 
     found = getattr(modeling_auto, TASKS[task]).items()
@@ -74,7 +80,10 @@ def listed(task: str) -> list[Architecture]:
             for name, own in found]
 
 
-def batch(task: str, dtype: torch.dtype = torch.float64) -> Batch:
+def batch(own: Architecture, dtype: torch.dtype = torch.float64) -> Batch:
+    task = own.task
+    if task == OTHER:
+        return others.made(own.name, dtype)[1]
     draw = torch.Generator().manual_seed(7)
     labels = torch.randint(CLASSES, (ROWS,), generator=draw)
     if task == "image":
@@ -91,7 +100,7 @@ def build(own: Architecture) -> nn.Module:
     for dtype, variant in itertools.product((torch.float64, torch.float32), VARIANTS):
         try:
             model = _quiet(_made(own, variant)).to(dtype).train()
-            first, again = (losses(copy.deepcopy(model), own.task) for _ in range(2))
+            first, again = (losses(copy.deepcopy(model), own) for _ in range(2))
         except TimeoutError:
             raise
         except Exception as error:  # whatever a configuration of guessed sizes leads to
@@ -105,11 +114,13 @@ def build(own: Architecture) -> nn.Module:
     raise reasons[0]
 
 
-def losses(model: nn.Module, task: str, steps: int = 2, rate: float = 0.1) -> list[float]:
+def losses(model: nn.Module, own: Architecture, steps: int = 2) -> list[float]:
     """Those of some steps of plain gradient descent."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=rate), []
+    given = batch(own, dtype_of(model))
+    torch.manual_seed(0)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=RATE), []
     for _ in range(steps):
-        loss = model(**batch(task, dtype_of(model))).loss
+        loss = loss_of(model(**given))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,11 +128,17 @@ def losses(model: nn.Module, task: str, steps: int = 2, rate: float = 0.1) -> li
     return found
 
 
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
 def dtype_of(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
+    if own.task == OTHER:
+        return others.made(own.name)[0]
     import transformers
     from transformers.integrations import moe
 
