@@ -24,7 +24,7 @@ Table = tuple[tuple[Variable, ...], Array]
 MOST = 2**22  # entries of a table, 32 MiB
 MOST_WORK = 2**26  # entries of all tables of one elimination
 LIGHT = 2**14  # entries of a table where some variables are fixed by trial
-TRIALS = 16  # such eliminations, each some tenths of a second
+TRIALS = 16  # such eliminations at most, fewer if they are long
 
 
 class Solution(NamedTuple):
@@ -170,12 +170,11 @@ def minimum(sizes: Mapping[Variable, int], tables: Sequence[Table], most: int = 
         if not order.left and order.work <= most_work:
             solution = eliminate(sizes, tables, order.gone)
             return Minimum(solution.cost({}), solution.complete({}), True)
-    cuts = [ordered(sizes, scopes, most=each, fill=fill, cut=True)
-            for each in (most, min(most, LIGHT)) for fill in (False, True)]
+    cuts = [ordered(sizes, scopes, most=each, cut=True) for each in (most, min(most, LIGHT))]
     work = [math.prod(sizes[v] for v in cut.left) * cut.work for cut in cuts]
     best = cuts[work.index(min(work))]
     if min(work) > most_work:
-        return _descent(sizes, tables, min(cuts[2:], key=lambda cut: cut.work))
+        return _descent(sizes, tables, cuts[1])
     every = itertools.product(*(range(sizes[v]) for v in best.left))
     return min((_given(sizes, tables, best, values) for values in every), key=lambda m: m.cost)
 
@@ -204,7 +203,7 @@ def _descent(sizes: Mapping[Variable, int], tables: Sequence[Table], cut: Order)
     first = int(found[1].cost < found[0].cost)
     best, now = found[first], starts[first]
     moves = itertools.cycle((i, x) for i, v in enumerate(cut.left) for x in range(sizes[v]))
-    for place, value in itertools.islice(moves, TRIALS):
+    for place, value in itertools.islice(moves, min(TRIALS, MOST_WORK // (4 * cut.work))):
         if value != now[place]:
             tried = _given(sizes, tables, cut, [*now[:place], value, *now[place + 1 :]])
             if tried.cost < best.cost:
