@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import autopar_torch
 from autopar_torch.cluster import GPU, NVLINK
 from autopar_torch.model import ROWS
-from autopar_torch.plan import Plan, Sharding
+from autopar_torch.plan import Plan, Sharding, fit
+from autopar_torch.run.shardings import complete
 from autopar_torch.shard.eliminate import LIGHT, eliminate, minimum, ordered
 from autopar_torch.shard.layout import (
     Split,
@@ -74,7 +75,7 @@ def test_elimination_equals_brute_force(problem: tuple, num_kept: int, fill: boo
         assert total(solution.complete(given_), tables) == solution.cost(given_)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sums_of_tables(), st.sampled_from([1, 8, 64]), st.sampled_from([1, 50, 10**6]))
 def test_a_minimum_that_is_called_proven_equals_brute_force_however_little_room_there_is(
     problem: tuple, most: int, most_work: int,
@@ -85,6 +86,31 @@ def test_a_minimum_that_is_called_proven_equals_brute_force_however_little_room_
     assert total(found.values, tables) == found.cost
     assert found.cost == least if found.is_proven else found.cost >= least
     assert found.is_proven or most < LIGHT
+
+
+def test_what_is_too_entangled_is_solved_in_little_room_and_said_to_be_unproven() -> None:
+    """All pairs of 40 variables of 4 values: one table over all would have 4**40 entries."""
+    draw = np.random.default_rng(0)
+    sizes = {f"v{i}": 4 for i in range(40)}
+    tables = [(pair, draw.random((4, 4))) for pair in itertools.combinations(sizes, 2)]
+    found = minimum(sizes, tables)
+    assert not found.is_proven
+    assert found.cost == pytest.approx(total(found.values, tables))
+    assert found.cost < total(dict.fromkeys(sizes, 0), tables)
+
+
+def test_a_loss_that_reads_every_parameter_is_solved_exactly() -> None:
+    """One table over the forms of all parameters would have 3**20 entries and more."""
+
+    class Penalised(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean() + sum(p.square().sum() for p in self.parameters())
+
+    traced = trace(Penalised(*(nn.Linear(8, 8) for _ in range(10))),
+                   take_apart((torch.randn(4, 8),), {})[0])
+    plan = complete(fit(Plan.uniform(tp=2), traced.graph), traced, 4)
+    assert all(sharding.is_proven for sharding in plan.shardings)
+    assert {node.split(">")[-1] for s in plan.shardings for node in s.ops.values()} > {"R"}
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4),
