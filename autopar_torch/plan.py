@@ -31,6 +31,7 @@ class Sharding(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     forms: dict[Name, Name]
     cost_s: Delta = 0.0
     kept_bytes: Bytes = 0
+    is_proven: bool = True  # the cheapest of its chain by the prices it was chosen by
 
     @cached_property
     def key(self) -> str:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import autopar_torch
 from autopar_torch.cluster import GPU, NVLINK
 from autopar_torch.model import ROWS
-from autopar_torch.plan import Plan, Sharding
-from autopar_torch.shard.eliminate import eliminate, minimum
+from autopar_torch.plan import Plan, Sharding, fit
+from autopar_torch.run.shardings import complete
+from autopar_torch.shard.eliminate import LIGHT, eliminate, minimum, ordered
 from autopar_torch.shard.layout import (
     Split,
     layouts_text,
@@ -54,16 +55,62 @@ def total(assigned: dict[str, int], tables: Sequence[ScopedTable]) -> float:
     return sum(float(t[tuple(assigned[v] for v in scope)]) for scope, t in tables)
 
 
+def tried(sizes: dict[str, int], tables: Sequence[ScopedTable]) -> list[dict[str, int]]:
+    return [dict(zip(sizes, values, strict=True))
+            for values in itertools.product(*(range(n) for n in sizes.values()))]
+
+
 @settings(max_examples=200, deadline=None)
-@given(sums_of_tables(), st.integers(0, 2))
-def test_elimination_equals_brute_force(problem: tuple, num_kept: int) -> None:
+@given(sums_of_tables(), st.integers(0, 2), st.booleans())
+def test_elimination_equals_brute_force(problem: tuple, num_kept: int, fill: bool) -> None:
     sizes, tables = problem
-    kept = list(sizes)[:num_kept]
-    cost, best = minimum(eliminate(sizes, tables, kept))
-    everything = [dict(zip(sizes, values, strict=True))
-                  for values in itertools.product(*(range(n) for n in sizes.values()))]
-    assert cost == min(total(a, tables) for a in everything)
-    assert total(best, tables) == cost
+    kept, every = list(sizes)[:num_kept], tried(*problem)
+    order = ordered(sizes, [scope for scope, _ in tables], kept, fill=fill)
+    solution = eliminate(sizes, tables, order.gone)
+    assert solution.kept == tuple(kept)
+    for values in itertools.product(*(range(sizes[v]) for v in kept)):
+        given_ = dict(zip(kept, values, strict=True))
+        alike = [a for a in every if given_.items() <= a.items()]
+        assert solution.cost(given_) == min(total(a, tables) for a in alike)
+        assert total(solution.complete(given_), tables) == solution.cost(given_)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sums_of_tables(), st.sampled_from([1, 8, 64]), st.sampled_from([1, 50, 10**6]))
+def test_a_minimum_that_is_called_proven_equals_brute_force_however_little_room_there_is(
+    problem: tuple, most: int, most_work: int,
+) -> None:
+    sizes, tables = problem
+    found = minimum(sizes, tables, most, most_work)
+    least = min(total(a, tables) for a in tried(*problem))
+    assert total(found.values, tables) == found.cost
+    assert found.cost == least if found.is_proven else found.cost >= least
+    assert found.is_proven or most < LIGHT
+
+
+def test_what_is_too_entangled_is_solved_in_little_room_and_said_to_be_unproven() -> None:
+    """All pairs of 40 variables of 4 values: one table over all would have 4**40 entries."""
+    draw = np.random.default_rng(0)
+    sizes = {f"v{i}": 4 for i in range(40)}
+    tables = [(pair, draw.random((4, 4))) for pair in itertools.combinations(sizes, 2)]
+    found = minimum(sizes, tables)
+    assert not found.is_proven
+    assert found.cost == pytest.approx(total(found.values, tables))
+    assert found.cost < total(dict.fromkeys(sizes, 0), tables)
+
+
+def test_a_loss_that_reads_every_parameter_is_solved_exactly() -> None:
+    """One table over the forms of all parameters would have 3**20 entries and more."""
+
+    class Penalised(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean() + sum(p.square().sum() for p in self.parameters())
+
+    traced = trace(Penalised(*(nn.Linear(8, 8) for _ in range(10))),
+                   take_apart((torch.randn(4, 8),), {})[0])
+    plan = complete(fit(Plan.uniform(tp=2), traced.graph), traced, 4)
+    assert all(sharding.is_proven for sharding in plan.shardings)
+    assert {node.split(">")[-1] for s in plan.shardings for node in s.ops.values()} > {"R"}
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4),

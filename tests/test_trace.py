@@ -57,6 +57,33 @@ def _llama(layers: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+class _Deep(nn.Module):
+    """Six layers, and something that three of them would not tell."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.head = way, nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for layer in self.layers:
+            x = layer(x) * (len(self.layers) if self.way == "counted" else 1)
+            seen.append(x)
+        return self.head(sum(seen) if self.way == "kept" else x).square().mean()
+
+
+@pytest.mark.parametrize("way", ["plain", "kept", "counted"])
+def test_layers_are_all_traced_where_forward_counts_them_or_keeps_what_each_gives(way: str) -> None:
+    model = _Deep(way)
+    found = traced(model, x=torch.randn(4, 8))
+    last, ops = found.graph.blocks[-1], [n for g in found.programs.values() for n in g.nodes]
+    factors = {n.args[1] for n in ops if n.name.startswith("mul")}
+    assert (len(last.inputs), factors) == (6 if way == "kept" else 1,
+                                           {6} if way == "counted" else {1})
+    assert (type(model.layers), len(model.layers)) == (nn.ModuleList, 6)
+
+
 def test_a_long_stack_is_traced_once_and_repeated() -> None:
     batch = zoo.batch("llama", 2)
     long, short = traced(_llama(12), **batch).graph, traced(_llama(4), **batch).graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
 from ..trace import Traced
+
+log = logging.getLogger("autopar_torch")
 
 # A user who pins tp wants parameters cut. In small models cutting does not pay in time alone: then
 # the price of a kept byte is raised until enough is cut, or nothing more can be.
@@ -91,6 +94,9 @@ def _solve(traced: Traced, stages: Sequence[Stage], prices: Prices, whole: froze
         chosen = _solve_chain(traced, blocks, priced, mesh, whole, pins, spatial)
         if _shares(traced.graph, blocks, chosen) <= 1.0 / math.prod(mesh) + SLACK:
             break
+    if not all(sharding.is_proven for sharding in chosen):
+        log.info("sharding: the blocks are so entangled that the cheapest split on %s devices was "
+                 "not proven; a cheap one was found by trial", "x".join(map(str, mesh)))
     return chosen
 
 

@@ -89,6 +89,8 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
     def how_exact(self) -> str:
         rules = ", ".join(f"{n} by {rule}" for rule, n in self.discarded.items())
         proof = "proven fastest" if not self.gap else f"stopped early, gap at most {self.gap:.1%}"
+        if not all(sharding.is_proven for sharding in self.plan.shardings):
+            proof += ", with a sharding that need not be the cheapest"
         return (f"{proof}: of {self.considered} candidates dropped {rules or 'none'}; "
                 f"{self.priced} cuts into stages priced")
 

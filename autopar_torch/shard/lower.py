@@ -160,6 +160,8 @@ class Lowering:
                 args[2] = local[first : first + len(args[2])]  # type: ignore[arg-type]
             else:
                 args[_SIZED[name]] = local
+        elif name == "repeat_interleave":  # the size that it would else work out
+            new.kwargs = {k: v for k, v in new.kwargs.items() if k != "output_size"}
         elif name in ("split", "split_with_sizes"):
             full = ShapedOp(node).out
             cut = ShapedOp(node).dim(2, len(full))

@@ -8,7 +8,8 @@ eliminated once per kind; the chain is then the same problem over the borders of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..errors import ShardingError
 from ..model import ROWS, Block, TensorInfo
 from ..plan import Sharding
 from .convert import Conversions, conversions
-from .eliminate import Array, Solution, Table, Variable, eliminate, minimum
+from .eliminate import MOST, Array, Solution, Table, Variable, eliminate, minimum, ordered
 from .layout import (
     PARTIAL,
     WHOLE,
@@ -47,6 +48,8 @@ from .rules import ShapedOp
 from .square import all_strategies
 
 SHOWN = 8  # of what would be legal
+DENSE = 2**16  # entries of one table over all borders of a kind; with more it stays many tables
+FEW = 2**12  # entries of each of these
 Spatial = Literal["free", "never", "always"]  # linears in rings: where it is cheapest, or as pinned
 
 
@@ -71,11 +74,15 @@ class OpWay(NamedTuple):
 
 
 class KindTable(NamedTuple):
-    """A kind after eliminating: its cost over the forms of its border slots, and the way back."""
+    """A kind after eliminating: its cost over the forms of its border slots, and the way back.
+
+    `left` are variables inside that the chain eliminates: here their tables would be too large.
+    """
 
     graph: fx.Graph
     mesh: tuple[int, ...]
     borders: dict[str, list[Forms]]
+    left: dict[Variable, int]
     choices: dict[str, list[OpWay]]
     forms: dict[str, list[Forms]]
     kept: dict[Variable, Array]  # bytes kept through the step, per op or parameter and choice
@@ -211,12 +218,22 @@ def tabulate(graph: fx.Graph, mesh: tuple[int, ...], prices: Prices, *,
     convert = _conversions(problem, readers)
     for node, users in readers.items():
         _connect(problem, convert, node, users)
-    solution = eliminate(problem.sizes, problem.tables, tuple(borders))
+    left, solution = _inside(problem, borders)
     by_name = {n.name: c for n, c in choices.items()}
     params = {name: forms for name, forms in problem.made.items() if name.startswith("w_")}
     forms = {**problem.forms, **params}
-    return KindTable(graph, mesh, borders, by_name, forms, problem.kept, prices.memory_s_per_byte,
-                     solution)
+    return KindTable(graph, mesh, borders, left, by_name, forms, problem.kept,
+                     prices.memory_s_per_byte, solution)
+
+
+def _inside(problem: _Problem, borders: Collection[str]) -> tuple[dict[Variable, int], Solution]:
+    """What is inside a kind eliminated, as far as no table grows too large."""
+    sizes, scopes = problem.sizes, (scope for scope, _ in problem.tables)
+    is_small = math.prod(sizes[slot] for slot in borders) <= DENSE
+    order = ordered(sizes, scopes, borders, MOST if is_small else FEW)
+    solution = eliminate(sizes, problem.tables, order.gone)
+    joined = is_small and not order.left
+    return {v: sizes[v] for v in order.left}, solution.joined(sizes) if joined else solution
 
 
 def _allowed(choices: list[OpWay], spatial: Spatial) -> list[OpWay]:
@@ -334,16 +351,16 @@ def _connect(problem: _Problem, convert: Conversions, node: fx.Node,
         problem.tables.append(((variable, user), table(forms, want)))
 
 
-def read_out(table: KindTable, kind: str, borders: dict[str, int]) -> Sharding:
-    """The sharding of a kind for given forms at its borders."""
-    best = table.solution.complete({**borders})
+def read_out(table: KindTable, kind: str, inside: Mapping[Variable, int],
+             is_proven: bool = True) -> Sharding:
+    """The sharding of a kind for given forms at its borders, and of what the chain eliminated."""
+    best = table.solution.complete(inside)
     ops = {name: options[best[name]].text for name, options in table.choices.items()}
-    forms = {name: options[best[name]].text for name, options in table.forms.items()}
-    forms |= {slot: options[borders[slot]].text for slot, options in table.borders.items()}
-    index = tuple(borders[str(slot)] for slot in table.solution.kept)
+    forms = {name: options[best[name]].text
+             for name, options in (table.forms | table.borders).items()}
     kept = sum(float(sizes[best[name]]) for name, sizes in table.kept.items())
-    seconds = float(table.solution.table[index]) - table.memory_s_per_byte * kept
-    return Sharding(kind, table.mesh, ops, forms, seconds, int(kept))
+    seconds = table.solution.cost(inside) - table.memory_s_per_byte * kept
+    return Sharding(kind, table.mesh, ops, forms, seconds, int(kept), is_proven)
 
 
 def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
@@ -351,9 +368,8 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
     """The cheapest sharding of consecutive blocks; values in `whole` stay whole at borders."""
     sizes: dict[Variable, int] = {}
     chain: list[Table] = []
-    for block, table in zip(blocks, tables, strict=True):
-        names = _border_names(block)
-        variables = tuple(names[slot] for slot in table.borders)
+    named = [_names(block, table) for block, table in zip(blocks, tables, strict=True)]
+    for block, table, names in zip(blocks, tables, named, strict=True):
         for slot, forms in table.borders.items():
             if sizes.setdefault(names[slot], len(forms)) != len(forms):
                 raise ShardingError(f"{names[slot]} has other forms in {block.name}")
@@ -361,22 +377,26 @@ def solve_chain(blocks: Sequence[Block], tables: Sequence[KindTable],
                 only = np.full(len(forms), FORBIDDEN)
                 only[0] = 0.0
                 chain.append(((names[slot],), only))
-        chain.append(_without_repeats(variables, table.solution.table))
-    _, best = minimum(eliminate(sizes, chain))
+        sizes |= {names[v]: size for v, size in table.left.items()}
+        chain += [_without_repeats(tuple(names[v] for v in scope), own)
+                  for scope, own in table.solution.tables]
+    best = minimum(sizes, chain)
     made: dict[tuple[int, tuple[int, ...]], Sharding] = {}
     result = []
-    for block, table in zip(blocks, tables, strict=True):
-        names = _border_names(block)
-        borders = {slot: best[names[slot]] for slot in table.borders}
-        key = (id(table), tuple(borders.values()))
+    for block, table, names in zip(blocks, tables, named, strict=True):
+        inside = {v: best.values[names[v]] for v in table.solution.kept}
+        key = (id(table), tuple(inside.values()))
         if key not in made:
-            made[key] = read_out(table, block.kind, borders)
+            made[key] = read_out(table, block.kind, inside, best.is_proven)
         result.append(made[key])
     return result
 
 
-def _border_names(block: Block) -> dict[str, str]:
-    return {**block.inputs, **block.outputs, **block.params}
+def _names(block: Block, table: KindTable) -> dict[Variable, Variable]:
+    """What the chain calls the variables that a kind leaves to it."""
+    inside: dict[Variable, Variable] = {v: (block.name, v) for v in table.left}
+    borders = (block.inputs, block.outputs, block.params)
+    return inside | {slot: name for slots in borders for slot, name in slots.items()}
 
 
 def _without_repeats(variables: tuple[Variable, ...], table: Array) -> Table:

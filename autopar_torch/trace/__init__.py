@@ -108,12 +108,20 @@ def repeat(pieces: list[TracedBlock], stacks: dict[str, int]) -> list[TracedBloc
         if any(names.count(name) != 1 for name in kept):
             return None
         zero, one, last = (names.index(name) for name in kept)
-        alike = pieces[one].signature == pieces[last].signature
-        if not alike or (one, last) != (zero + 1, zero + 2):
+        if (one, last) != (zero + 1, zero + 2) or not _goes_on(pieces, one, last):
             return None
         pieces = [*pieces[:one], *_all_children(pieces[one], pieces[last], stack, count),
                   *pieces[last + 1 :]]
     return pieces
+
+
+def _goes_on(pieces: list[TracedBlock], one: int, last: int) -> bool:
+    """Whether only the last child reads what child 1 makes, as child 1 reads what is before it."""
+    made = set(pieces[one].outputs.values())
+    read = {value for i, p in enumerate(pieces) if i != last for value in p.inputs.values()}
+    return pieces[one].signature == pieces[last].signature and not made & read and all(
+        value in made or value == pieces[one].inputs[slot]
+        for slot, value in pieces[last].inputs.items())
 
 
 def _all_children(first: TracedBlock, last: TracedBlock, stack: str,

@@ -1,7 +1,8 @@
 """Trace three layers of a long stack and repeat the middle one, where all the middle is equal.
 
 Children 0, 1 and last are kept. The chain that comes out is accepted only if the blocks of 1 and
-of last are of one kind, so a layer that uses its own index is found out and traced in full.
+of last are of one kind, so a layer that uses its own index is found out and traced in full. So is
+a model that counts its layers, or picks some by number.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import TraceError
 from .burnt import PLAIN
 
 MIN_CHILDREN = 6
@@ -78,11 +80,28 @@ def shortened(model: nn.Module, stacks: dict[str, int]) -> Iterator[None]:
     saved = []
     for name in stacks:
         stack = model.get_submodule(name)
-        saved.append((stack, stack._modules))
+        saved.append((stack, type(stack), stack._modules))
         children = list(stack._modules.values())
         stack._modules = {"0": children[0], "1": children[1], "2": children[-1]}
+        stack.__class__ = _uncounted(type(stack), len(children))
     try:
         yield
     finally:
-        for stack, modules in saved:
-            stack._modules = modules
+        for stack, own, modules in saved:
+            stack.__class__, stack._modules = own, modules
+
+
+def _uncounted(own: type[nn.Module], count: int) -> type[nn.Module]:
+    """The class of a stack whose number of children nobody may ask for: three are none too many
+    for a loop over all of them, and wrong for anything else."""
+
+    def refuse(*_: Any) -> Any:
+        raise TraceError("forward counts its layers")
+
+    def picked(stack: Any, which: Any) -> Any:
+        if isinstance(which, slice) and len(range(count)[which]) == count and which.step != -1:
+            return list(stack._modules.values())
+        return refuse()
+
+    return type(own.__name__, (own,), {"__len__": refuse, "__getitem__": picked,
+                                       "__bool__": lambda _: True, "__module__": own.__module__})

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from coverage import others
+
+OTHER = "others"
+RATE = 0.1
 ROWS, LENGTH, VOCABULARY, WIDTH, LAYERS, CLASSES, PIXELS = 4, 16, 64, 32, 4, 2, 32
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -69,6 +73,8 @@ class Architecture(NamedTuple):
 
 
 def listed(task: str) -> list[Architecture]:
+    if task == OTHER:
+        return [Architecture(task, name, "") for name in others.OTHERS]
     from transformers.models.auto import modeling_auto
 
     found = getattr(modeling_auto, TASKS[task]).items()
@@ -76,7 +82,10 @@ def listed(task: str) -> list[Architecture]:
             for name, own in found]
 
 
-def batch(task: str, dtype: torch.dtype = torch.float64) -> Batch:
+def batch(own: Architecture, dtype: torch.dtype = torch.float64) -> Batch:
+    task = own.task
+    if task == OTHER:
+        return others.made(own.name, dtype)[1]
     draw = torch.Generator().manual_seed(7)
     labels = torch.randint(CLASSES, (ROWS,), generator=draw)
     if task == "image":
@@ -94,7 +103,7 @@ def build(own: Architecture) -> nn.Module:
         try:
             model = _quiet(_made(own, variant)).to(dtype).train()
             _double_inside()
-            first, again = (losses(copy.deepcopy(model), own.task) for _ in range(2))
+            first, again = (losses(copy.deepcopy(model), own) for _ in range(2))
         except TimeoutError:
             raise
         except Exception as error:  # whatever a configuration of guessed sizes leads to
@@ -108,16 +117,22 @@ def build(own: Architecture) -> nn.Module:
     raise reasons[0]
 
 
-def losses(model: nn.Module, task: str, steps: int = 2, rate: float = 0.1) -> list[float]:
+def losses(model: nn.Module, own: Architecture, steps: int = 2) -> list[float]:
     """Those of some steps of plain gradient descent."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=rate), []
+    given = batch(own, dtype_of(model))
+    torch.manual_seed(0)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=RATE), []
     for _ in range(steps):
-        loss = model(**batch(task, dtype_of(model))).loss
+        loss = loss_of(model(**given))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
     return found
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -138,11 +153,13 @@ def _double_inside() -> None:
     hide, or fake, a difference."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.") and vars(module).get("torch") is torch:
+        if name.startswith(("transformers.", "timm.", "diffusers.")) and vars(module).get("torch") is torch:
             module.torch = _Doubled("torch")  # type: ignore[attr-defined]
 
 
 def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
+    if own.task == OTHER:
+        return others.made(own.name)[0]
     import transformers
     from transformers.integrations import moe
 

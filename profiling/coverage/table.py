@@ -1,7 +1,8 @@
-"""Which architectures of `transformers` train exactly under every plan, and why not others?
+"""Which architectures, of `transformers` and others, train exactly under every plan?
 
-    python profiling coverage [--kind causal,masked,seq2seq,image,sequence] [--only NAME,...]
-        [--plans dp2,tp2,pp2] [--quick] [--json FILE] [--markdown FILE] [--logs FOLDER]
+    python profiling coverage [--kind causal,masked,seq2seq,image,sequence,others]
+        [--only NAME,...] [--plans dp2,tp2,pp2] [--quick]
+        [--json FILE] [--markdown FILE] [--logs FOLDER]
 
 Every architecture that can be built tiny trains two steps of SGD in float64, in plain PyTorch and
 on two ranks under each plan; losses and weights must agree to 1e-6. A cell says what it does in
@@ -30,13 +31,24 @@ from torch import nn
 
 from autopar_torch.shard.price import Prices, op_seconds
 from autopar_torch.shard.solve import chosen_way, ways
-from coverage.architectures import TASKS, Architecture, batch, build, dtype_of, listed
+from coverage.architectures import (
+    OTHER,
+    RATE,
+    TASKS,
+    Architecture,
+    Batch,
+    batch,
+    build,
+    dtype_of,
+    listed,
+    loss_of,
+)
 from trust.lab import EXACT, Case, Wrap
 from trust.table import GOOD, PLANS, run_case, warm_up
 
 LIMIT_S, BUILD_S, LIMIT_BYTES, MOST_PARAMETERS = 90.0, 20, 12 * 2**30, 20_000_000
 HALF, EXACT_SHARE, IN_FLOAT32 = 0.5, 0.98, 1e-4
-STEPS, LEARNING_RATE = 2, 0.1
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -52,14 +64,14 @@ class Row:
 # --- in a rank ------------------------------------------------------------------------------
 
 
-def script(model: nn.Module, task: str) -> Any:
+def script(model: nn.Module, given: Batch) -> Any:
     """The loop of a user; what is compared are its losses and the weights it leaves."""
 
     def run(wrap: Wrap) -> Any:
-        own, dtype = wrap(model), dtype_of(model)
-        optimizer, found = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE), []
+        own = wrap(model)
+        optimizer, found = torch.optim.SGD(own.parameters(), lr=RATE), []
         for _ in range(STEPS):
-            loss = own(**batch(task, dtype)).loss
+            loss = loss_of(own(**given))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -109,7 +121,7 @@ def covered(own: Architecture, plans: list[str], logs: Path) -> Row:
             raise ValueError(f"{size} parameters are too many")
     except Exception as error:  # of the architecture, whatever it is
         return Row(own.task, own.name, broken=f"{type(error).__name__}: {error}"[:200])
-    case = Case(f"{own.task}_{own.name}", "coverage", script(model, own.task),
+    case = Case(f"{own.task}_{own.name}", "coverage", script(model, batch(own, dtype_of(model))),
                 tolerance=EXACT if dtype_of(model) == torch.float64 else IN_FLOAT32)
     found = run_case(case, plans, LIMIT_S, logs)
     return Row(own.task, own.name, {cell.plan: asdict(cell) for cell in found})
@@ -163,7 +175,7 @@ def figures(rows: list[Row], plans: list[str]) -> tuple[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", default="causal,masked", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--kind", default="causal,masked", help=f"of {', '.join([*TASKS, OTHER])}")
     parser.add_argument("--only", default="", help="names of architectures, with commas")
     parser.add_argument("--plans", default="dp2,tp2,pp2")
     parser.add_argument("--quick", action="store_true", help="every tenth")

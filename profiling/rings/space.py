@@ -131,7 +131,7 @@ def _cuts_rows(node: fx.Node, strategy: Strategy) -> bool:
 
 def steady(table: KindTable) -> dict[str, int]:
     """The forms of a layer among its like: it takes what it gives."""
-    same = [(i, j, float(table.solution.table[i, j]))
+    same = [(i, j, table.solution.cost({"x0": i, "y0": j}))
             for i, a in enumerate(table.borders["x0"]) for j, b in enumerate(table.borders["y0"])
             if a == b]
     x, y, _ = min(same, key=lambda found: found[2])
