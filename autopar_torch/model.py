@@ -61,6 +61,7 @@ class Kind(Struct, frozen=True):
     num_ops: int
     flops_per_row: float
     couples_rows: tuple[str, ...] = ()  # ops that look at several rows at once (batch statistics)
+    tested: tuple[str, ...] = ()  # such ops of which a test found that rows are independent outside
     mutates: bool = False  # has side effects on buffers, so it must not be run twice
 
 
@@ -110,6 +111,11 @@ class ModelGraph(Struct, frozen=True, dict=True):
     def unjoined(self) -> tuple[str, ...]:
         """The coupled ops that replicas cannot do together."""
         return tuple(op for op in self.coupled if op != "batch_norm")
+
+    @property
+    def tested(self) -> tuple[str, ...]:
+        """Ops that couple rows inside; rows tried together and apart gave the same."""
+        return tuple(sorted({op for kind in self.kinds.values() for op in kind.tested}))
 
     @property
     def writes(self) -> tuple[str, ...]:

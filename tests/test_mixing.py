@@ -88,13 +88,13 @@ def test_on_2_ranks_slowly(name: str) -> None:
 def test_asking_does_not_make_up_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Llama of 405B has more than any machine that plans for it holds."""
     made: list[tuple[int, ...]] = []
-    before = apart._made_up
+    before = apart.made_up
 
     def made_up(info: TensorInfo, *rest: Any) -> Tensor:
         made.append(tuple(info.shape))
         return before(info, *rest)
 
-    monkeypatch.setattr(apart, "_made_up", made_up)
+    monkeypatch.setattr(apart, "made_up", made_up)
     model, batch = zoo.build("llama"), zoo.batch("llama", 4, pad=True)
     api.case(model, batch, "8xH100")
     assert made and not {tuple(p.shape) for p in model.parameters()} & set(made)

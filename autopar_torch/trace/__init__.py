@@ -14,15 +14,17 @@ from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
+from ..shard.rules import op_name
 from . import losses
 from .apart import mixing
-from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
+from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
 from .clean import flatten, has_rows, info_of
 from .form import Form, LossFn
 from .repeat import find_stacks, shortened
+from .tested import Surroundings, tested_traits
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,19 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
     unruled: set[str] = set()
-    known_traits: dict[tuple[str, tuple[str, ...]], Traits] = {}
+    known_traits: dict[Any, Traits] = {}
+    prologue = _prologue(flat, pieces)
+    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
+    places = prologue.find_nodes(op="placeholder")
+    consts = {n.name: value for n in places
+              if (value := captured.consts.get(captured.sources[n.name].name)) is not None}
+    around = Surroundings({n.name: n for n in prologue.nodes}, rowless, consts)
     summed: set[str] = set()  # values that are sums over the rows
     for piece in pieces:
         sums = tuple(slot for slot, value in piece.inputs.items() if value in summed)
-        key = (piece.signature, sums)
+        key = (piece.signature, sums, tuple(piece.context.values()))
         if key not in known_traits:
-            known_traits[key] = traits(piece.graph, sums)
+            known_traits[key] = tested_traits(piece, sums, around)
         found = known_traits[key]
         summed |= {v for v, own in zip(piece.outputs.values(), found.summed, strict=True) if own}
         name = names.setdefault(piece.signature, f"kind{len(names)}")
@@ -171,8 +179,6 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
     added = tuple(name for name, value in outputs.items() if value in summed)
-    prologue = _prologue(flat, pieces)
-    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
@@ -181,7 +187,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
 
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:
     """The kind of a block; ops that couple rows in one block count for all blocks of its kind."""
-    coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()), *found.coupled]))
+    coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()),
+                                   *map(op_name, found.coupled)]))
     if known:
         return msgspec.structs.replace(known, couples_rows=coupled)
     inputs, context, params, outputs = (
@@ -189,7 +196,7 @@ def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> K
         for table in (piece.inputs, piece.context, piece.params, piece.outputs)
     )
     return Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
-                coupled, found.mutates)
+                coupled, found.tested, found.mutates)
 
 
 def _outputs(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured) -> dict[str, str]:
