@@ -164,7 +164,9 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     summed: set[str] = set()  # values that are sums over the rows
     for piece in pieces:
         sums = tuple(slot for slot, value in piece.inputs.items() if value in summed)
-        key = (piece.signature, sums, tuple(piece.context.values()))
+        made = [around.prologue[name] for name in piece.context.values()]
+        key = (piece.signature, sums, *((n.target if n.op == "call_function" else "",
+                                         str(fx.node.map_arg(n.args, info_of))) for n in made))
         if key not in known_traits:
             known_traits[key] = tested_traits(piece, sums, around)
         found = known_traits[key]

@@ -91,9 +91,9 @@ def _picks(node: fx.Node) -> bool:
 
 def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:
     """Random values of the right shape; numbers of tokens, labels and masks are 0 or 1."""
-    if known is not None:
-        return known.detach().cpu()
     shape, dtype = info.at(NUM_ROWS), getattr(torch, info.dtype)
+    if known is not None:
+        return known.detach().to("cpu", dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)

@@ -62,18 +62,35 @@ def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surrounding
     """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
     statistics need none: replicas join them."""
     known: dict[fx.Node, Layout] = {}
-    asked: list[fx.Node] = []
+    tried: dict[fx.Node, None] = {}
     found = traits(piece.graph, sums, known)
     while new := [n for n in found.coupled if op_name(n) != "batch_norm"]:
-        asked += new
-        if why := refusal(piece, asked, found.flow, around):
+        tried |= dict.fromkeys(new)
+        if why := _settle(piece, new, found.flow, around, known):
+            why = _settle(piece, list(tried), found.flow, around, known, whole=True) and why
+        if why:
+            log.debug("%s: %s", piece.name, why)
             joint = [n for n in found.coupled if n not in new]
-            return found._replace(coupled=(*asked, *joint), why=why)
-        inside = between(piece.graph, asked)
-        known |= {n: PARTIAL if at == WHOLE else at for n in (*asked, *leaving(inside))
-                  if (at := rows_dim(ShapedOp(n).out))}
+            return found._replace(coupled=(*tried, *joint), why=why)
         found = traits(piece.graph, sums, known)
-    return found._replace(tested=tuple(dict.fromkeys(map(op_name, asked))))
+    return found._replace(tested=tuple(dict.fromkeys(map(op_name, tried))))
+
+
+def _settle(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
+            around: Surroundings, known: dict[fx.Node, Layout], whole: bool = False) -> str:
+    """Note where the rows are after the smallest groups of these ops that keep them apart."""
+    group: list[fx.Node] = []
+    why = ""
+    for node in coupled:
+        group.append(node)
+        if whole and node is not coupled[-1]:
+            continue
+        if not (why := refusal(piece, group, flow, around)):
+            for own in (*group, *leaving(between(piece.graph, group))):
+                at = rows_dim(ShapedOp(own).out)
+                known[own] = PARTIAL if at == WHOLE else at
+            group = []
+    return why
 
 
 def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
@@ -84,7 +101,7 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
     for node in region.graph.nodes:
         if node.op == "call_function" and is_mutable(node):
             return f"{op_name(node)} changes a value"
-        if node.op == "call_function" and has_tag(node, SEEDED) and op_name(node) != "dropout":
+        if node.op == "call_function" and has_tag(node, SEEDED) and not _chance(node):
             return f"{op_name(node)} draws at random"
     small = next(_small(region.graph), None)
     if small is None:
@@ -116,7 +133,9 @@ def between(graph: fx.Graph, coupled: Sequence[fx.Node]) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node in above:
             above.update(node.all_input_nodes)
-    return below & above
+    inside = below & above
+    return inside | {user for n in inside if isinstance(info_of(n), tuple) for user in n.users
+                     if op_name(user) == "getitem"}
 
 
 def leaving(inside: set[fx.Node]) -> list[fx.Node]:
@@ -173,15 +192,21 @@ def _is_float(node: fx.Node) -> bool:
 
 def _small(graph: fx.Graph) -> Iterator[fx.Graph]:
     """The graph if it is small, else with sizes divided: all multiples of a number alike."""
-    for step in (1 << k for k in range(11)):
-        for unit in ([1] if step == 1 else [1 << k for k in range(12, 1, -1) if 1 << k >= 4 * step]):
-            made = _shrunk(graph, unit, step)
-            nodes = [n for n in made.nodes if n.op == "call_function"]
-            size = sum(torch.Size(i.at(apart.NUM_ROWS)).numel()
-                       for n in made.nodes for i in _infos(info_of(n)))
-            work = sum(map(flops, nodes)) / ROWS
-            if work <= MOST_FLOPS and size <= MOST_ELEMENTS and (step == 1 or _fits(made)):
-                yield made
+    units = [1 << k for k in range(12, 1, -1)]
+    for step, unit in [(1, 1), *((n, unit) for n in units[::-1] for unit in units if unit >= 2 * n)]:
+        made = _shrunk(graph, unit, step)
+        size = sum(torch.Size(i.at(apart.NUM_ROWS)).numel()
+                   for n in made.nodes for i in _infos(info_of(n)))
+        work = sum(flops(n) for n in made.nodes if n.op == "call_function") / ROWS
+        if work <= MOST_FLOPS and size <= MOST_ELEMENTS and (step == 1 or _fits(made)):
+            yield made
+
+
+def _chance(node: fx.Node) -> list[int]:
+    """Where the chance of a dropout stands among the arguments of an op."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema and has_tag(node, SEEDED) else []
+    return [i for i, name in enumerate(names) if name in ("p", "dropout_p")]
 
 
 def _infos(info: Any) -> list[TensorInfo]:
@@ -205,8 +230,9 @@ def _shrunk(graph: fx.Graph, unit: int, step: int) -> fx.Graph:
         own = env[node] = made.node_copy(node, env.__getitem__)
         own.name = node.name
         own.args, own.kwargs = fx.node.map_aggregate((own.args, own.kwargs), less)  # type: ignore
-        if op_name(own) == "dropout":
-            own.update_arg(1, 0.0)
+        for place in _chance(own):
+            if len(own.args) > place:
+                own.update_arg(place, 0.0)
         own.meta = {"info": smaller(info_of(node))}
     return made
 
@@ -312,6 +338,8 @@ def _as_type(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
         own.name = node.name
         own.args, own.kwargs = fx.node.map_aggregate((own.args, own.kwargs), typed)  # type: ignore
         info = info_of(node)
+        if own.op == "call_function" and not own.all_input_nodes and _is_float(node):
+            own.update_kwarg("dtype", dtype)
         if isinstance(info, TensorInfo) and _is_float(node) and "complex" not in info.dtype:
             info = TensorInfo(info.shape, str(dtype).removeprefix("torch."), info.grad)
         own.meta = {"info": info}
