@@ -203,6 +203,7 @@ class Traits(NamedTuple):
     mutates: bool  # buffers change
     summed: tuple[bool, ...]  # per output: whether it is a sum over the rows
     tested: tuple[str, ...] = ()  # ops that couple rows inside: outside, a test found none
+    local: tuple[str, ...] = ()  # ops that look at the rows of a part, as was allowed
     why: str = ""  # what the test found
 
 

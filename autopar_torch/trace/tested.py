@@ -20,7 +20,7 @@ from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import PARTIAL, WHOLE, Layout
 from ..shard.rows import rows_dim
 from ..shard.rules import ShapedOp, flops, has_tag, op_name
-from . import apart
+from . import apart, shares
 from .blocks import SEEDED, TracedBlock, Traits, traits
 from .clean import has_rows, info_of, is_mutable
 
@@ -37,9 +37,11 @@ ByName = dict[str, Any]
 class Surroundings(NamedTuple):
     """What makes the values of a batch that blocks read."""
 
-    prologue: Mapping[str, fx.Node]
+    prologue: dict[str, fx.Node]
     rowless: frozenset[str]
     consts: Mapping[str, Tensor]  # by the name of a placeholder of the prologue
+    num_rows: str  # the node that counts the rows of the global batch
+    local: bool  # what looks at the whole batch may look at the rows of a part
 
 
 @dataclass
@@ -63,6 +65,7 @@ def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surrounding
     statistics need none: replicas join them."""
     known: dict[fx.Node, Layout] = {}
     tried: dict[fx.Node, None] = {}
+    loose: list[fx.Node] = []
     found = traits(piece.graph, sums, known)
     while new := [n for n in found.coupled if op_name(n) != "batch_norm"]:
         tried |= dict.fromkeys(new)
@@ -70,10 +73,18 @@ def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surrounding
             why = _settle(piece, list(tried), found.flow, around, known, whole=True) and why
         if why:
             log.debug("%s: %s", piece.name, why)
-            joint = [n for n in found.coupled if n not in new]
-            return found._replace(coupled=(*tried, *joint), why=why)
+            new = [n for n in found.coupled if n in tried and n not in known]
+            if not shares.added_once(piece, new, found.flow, known, around.num_rows):
+                new = [n for n in new if n not in known]
+                if not around.local:
+                    joint = [n for n in found.coupled if n not in tried]
+                    return found._replace(coupled=(*new, *joint), why=why)
+                shares.local(piece, new, found.flow, known, around.num_rows)
+                loose += new
         found = traits(piece.graph, sums, known)
-    return found._replace(tested=tuple(dict.fromkeys(map(op_name, tried))))
+    return found._replace(
+        local=tuple(dict.fromkeys(map(op_name, loose))),
+        tested=tuple(dict.fromkeys(op_name(n) for n in tried if n not in loose)))
 
 
 def _settle(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
@@ -110,7 +121,7 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
     said = "it does not run on made-up values"
     for dtype, limit in TYPES:
         learnt = 0
-        for seed, change in enumerate((_plain, _plain, _alike, _far)):
+        for seed, change in enumerate((_plain, _positive, _plain, _alike, _far)):
             try:
                 said = _tried(region, dtype, limit, seed, change)
             except ERRORS as error:
@@ -118,7 +129,7 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
                 continue
             if said:
                 return said
-            learnt += change is _plain
+            learnt += change in (_plain, _positive)
         if learnt:
             return ""
     return said or "all that was tried is not finite"
@@ -193,7 +204,8 @@ def _is_float(node: fx.Node) -> bool:
 def _small(graph: fx.Graph) -> Iterator[fx.Graph]:
     """The graph if it is small, else with sizes divided: all multiples of a number alike."""
     units = [1 << k for k in range(12, 1, -1)]
-    for step, unit in [(1, 1), *((n, unit) for n in units[::-1] for unit in units if unit >= 2 * n)]:
+    ways = [(1, 1), *((step, unit) for step in units[::-1] for unit in units if unit >= 2 * step)]
+    for step, unit in ways:
         made = _shrunk(graph, unit, step)
         size = sum(torch.Size(i.at(apart.NUM_ROWS)).numel()
                    for n in made.nodes for i in _infos(info_of(n)))
@@ -246,7 +258,8 @@ def _fits(graph: fx.Graph) -> bool:
     try:
         with torch.no_grad():
             found = apart.run(graph, empty, apart.NUM_ROWS, names, torch.device("meta"))
-    except (*ERRORS, NotImplementedError):
+    except ERRORS as error:
+        log.debug("not shrunk so: %s", error)
         return False
     return all(tuple(value.shape) == info_of(n).at(apart.NUM_ROWS) for n in graph.nodes
                if isinstance(value := found[n.name], Tensor))
@@ -263,6 +276,10 @@ def _alike(value: Tensor) -> Tensor:
     """One token everywhere: all go to one expert."""
     last = value.shape[-1] if value.dim() > 1 and value.is_floating_point() else 1
     return value.flatten()[:last].expand(value.shape).contiguous()
+
+
+def _positive(value: Tensor) -> Tensor:
+    return value.abs() + 0.1 if value.is_floating_point() else value
 
 
 def _far(value: Tensor) -> Tensor:
@@ -316,7 +333,7 @@ class _Run:
         self.grads: dict[str, Tensor] = {}
 
     def differentiate(self, cots: Mapping[str, Tensor]) -> None:
-        ends = [n for n, v in self.outs.items() if v.requires_grad]
+        ends = [n for n, v in self.outs.items() if v.requires_grad and v.is_floating_point()]
         found: Sequence[Tensor | None] = (None,) * len(self.leaves)
         if ends and self.leaves:
             found = torch.autograd.grad([self.outs[n] for n in ends], list(self.leaves.values()),
