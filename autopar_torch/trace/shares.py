@@ -23,33 +23,35 @@ SLOT = "num_rows"
 Flow = dict[fx.Node, Layout]
 
 
-def added_once(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Flow, known: Flow,
-               num_rows: str) -> bool:
-    """Scale what is added to a sum over the rows and knows none; whether that is all."""
-    sums = [n for n in coupled if op_name(n) in ("add", "sub") and len(n.all_input_nodes) == 2
-            and {flow.get(a, WHOLE) for a in n.all_input_nodes} == {PARTIAL, WHOLE}]
-    for node in sums:
-        value = next(a for a in node.all_input_nodes if flow.get(a, WHOLE) == WHOLE)
-        node.replace_input_with(value, _scaled(piece, value, node, num_rows))
-        known[node] = PARTIAL
-    return len(sums) == len(coupled)
+def added_once(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_rows: str) -> bool:
+    """Scale what is added to a sum over the rows and knows none; False if that is not the case."""
+    at = [flow.get(value, WHOLE) for value in node.all_input_nodes]
+    if op_name(node) not in ("add", "sub") or sorted(map(str, at)) != [PARTIAL, WHOLE]:
+        return False
+    value = node.all_input_nodes[at.index(WHOLE)]
+    node.replace_input_with(value, _scaled(piece, value, node, num_rows))
+    known[node] = PARTIAL
+    return True
 
 
-def local(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Flow, known: Flow,
-          num_rows: str) -> None:
-    """Let these ops look at the rows of a part."""
-    for node in coupled:
-        for value in node.all_input_nodes:
-            if flow.get(value) == PARTIAL and info_of(value).dtype.startswith("float"):
-                node.replace_input_with(value, _scaled(piece, value, node, num_rows, back=True))
-        known[node] = _plain_layout(node)
-    seen = set(known)
+def local(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_rows: str) -> None:
+    """Let an op look at the rows of a part."""
+    for value in node.all_input_nodes:
+        if flow.get(value) == PARTIAL and info_of(value).dtype.startswith("float"):
+            node.replace_input_with(value, _scaled(piece, value, node, num_rows, back=True))
+    known[node] = _plain_layout(node)
+
+
+def leaving(piece: TracedBlock, start: Sequence[fx.Node], flow: Flow, known: Flow,
+            num_rows: str) -> None:
+    """What leaves a block and was made of the rows of a part becomes its share of a sum."""
+    seen = set(start)
     for node in list(piece.graph.nodes):
         if node.op == "call_function" and not seen.isdisjoint(node.all_input_nodes):
             seen.add(node)
     end = piece.graph.find_nodes(op="output")[0]
     leaving: Any = end.args[0]
-    for value in (n for n in leaving if n in seen and known.get(n) != PARTIAL):
+    for value in (n for n in leaving if n in seen):
         if flow.get(value, WHOLE) == WHOLE and _plain_layout(value) == WHOLE:
             new = _scaled(piece, value, end, num_rows)
             end.replace_input_with(value, new)

@@ -73,14 +73,16 @@ def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surrounding
             why = _settle(piece, list(tried), found.flow, around, known, whole=True) and why
         if why:
             log.debug("%s: %s", piece.name, why)
-            new = [n for n in found.coupled if n in tried and n not in known]
-            if not shares.added_once(piece, new, found.flow, known, around.num_rows):
-                new = [n for n in new if n not in known]
+            node = next(n for n in found.coupled if n in tried and n not in known)
+            if not shares.added_once(piece, node, found.flow, known, around.num_rows):
                 if not around.local:
-                    joint = [n for n in found.coupled if n not in tried]
-                    return found._replace(coupled=(*new, *joint), why=why)
-                shares.local(piece, new, found.flow, known, around.num_rows)
-                loose += new
+                    left = [n for n in found.coupled if n not in known]
+                    return found._replace(coupled=tuple(left), why=why)
+                shares.local(piece, node, found.flow, known, around.num_rows)
+                loose.append(node)
+        found = traits(piece.graph, sums, known)
+    if loose:
+        shares.leaving(piece, loose, found.flow, known, around.num_rows)
         found = traits(piece.graph, sums, known)
     return found._replace(
         local=tuple(dict.fromkeys(map(op_name, loose))),
