@@ -64,46 +64,35 @@ def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surrounding
     """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
     statistics need none: replicas join them."""
     known: dict[fx.Node, Layout] = {}
-    tried: dict[fx.Node, None] = {}
+    settled: list[fx.Node] = []
     loose: list[fx.Node] = []
-    found = traits(piece.graph, sums, known)
-    while new := [n for n in found.coupled if op_name(n) != "batch_norm"]:
-        tried |= dict.fromkeys(new)
-        if why := _settle(piece, new, found.flow, around, known):
-            why = _settle(piece, list(tried), found.flow, around, known, whole=True) and why
-        if why:
-            log.debug("%s: %s", piece.name, why)
-            node = next(n for n in found.coupled if n in tried and n not in known)
-            if not shares.added_once(piece, node, found.flow, known, around.num_rows):
-                if not around.local:
-                    left = [n for n in found.coupled if n not in known]
-                    return found._replace(coupled=tuple(left), why=why)
-                shares.local(piece, node, found.flow, known, around.num_rows)
-                loose.append(node)
+    while True:  # the first coupled op changes what is known of those after it
         found = traits(piece.graph, sums, known)
+        left = [n for n in found.coupled if op_name(n) != "batch_norm"]
+        if not left:
+            break
+        if shares.added_once(piece, left[0], found.flow, known, around.num_rows):
+            continue
+        groups = [left[:k] for k in range(1, len(left) + 1)]
+        why = ""
+        for group in [*groups, *([settled + left] if settled else [])]:
+            if not (why := refusal(piece, group, found.flow, around)):
+                settled += group
+                for node in (*group, *leaving(between(piece.graph, group))):
+                    at = rows_dim(ShapedOp(node).out)
+                    known[node] = PARTIAL if at == WHOLE else at
+                break
+        if why and not around.local:
+            log.debug("%s: %s", piece.name, why)
+            return found._replace(why=why)
+        if why:
+            shares.local(piece, left[0], found.flow, known, around.num_rows)
+            loose.append(left[0])
     if loose:
         shares.leaving(piece, loose, found.flow, known, around.num_rows)
         found = traits(piece.graph, sums, known)
-    return found._replace(
-        local=tuple(dict.fromkeys(map(op_name, loose))),
-        tested=tuple(dict.fromkeys(op_name(n) for n in tried if n not in loose)))
-
-
-def _settle(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
-            around: Surroundings, known: dict[fx.Node, Layout], whole: bool = False) -> str:
-    """Note where the rows are after the smallest groups of these ops that keep them apart."""
-    group: list[fx.Node] = []
-    why = ""
-    for node in coupled:
-        group.append(node)
-        if whole and node is not coupled[-1]:
-            continue
-        if not (why := refusal(piece, group, flow, around)):
-            for own in (*group, *leaving(between(piece.graph, group))):
-                at = rows_dim(ShapedOp(own).out)
-                known[own] = PARTIAL if at == WHOLE else at
-            group = []
-    return why
+    return found._replace(local=tuple(dict.fromkeys(map(op_name, loose))),
+                          tested=tuple(dict.fromkeys(map(op_name, settled))))
 
 
 def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
