@@ -288,7 +288,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     try:
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
-        _untraced(parallel, given, asked, error)
+        _untraced(parallel, given, asked, error, call, tensors)
         return
     plan = _find(parallel, call, tensors, traced, asked) if given is None else _complete(
         parallel.world, given, traced, call.num_rows)
@@ -299,8 +299,8 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         _tell(plan, traced)
 
 
-def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request,
-              error: TraceError) -> None:
+def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, error: TraceError,
+              call: Call, tensors: list[Tensor]) -> None:
     """Replicas of the module as it is, or the reason why not."""
     if given is not None and any(len(r.stages) + len(r.stages[0].devices) > 2
                                  for r in given.replicas):
@@ -314,7 +314,7 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request,
                        recompute=False, precision="float32")
         _tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
     plan = given or replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
-    fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source)
+    fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source, call, tensors)
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,

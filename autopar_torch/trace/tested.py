@@ -31,7 +31,6 @@ SHARES = 0.3, 0.7  # of a value that is a sum over the rows
 TYPES = (torch.float64, 1e-6), (torch.float32, 1e-4)  # where an op has no float64
 MOST_FLOPS, MOST_ELEMENTS = 5e7, 1 << 23  # of a row, and of all rows
 ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
-ByName = dict[str, Any]
 
 
 class Surroundings(NamedTuple):
@@ -284,7 +283,7 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
     given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw)
              for n in region.given}
     given = {n: change(v) if has_rows(infos[n]) else v for n, v in given.items()}
-    whole = _Run(region, graph, given, apart.NUM_ROWS, {})
+    whole = _RegionRun(region, graph, given, apart.NUM_ROWS, {})
     cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64).to(v.dtype)
             for n, v in whole.outs.items()}
     whole.differentiate(cots)
@@ -296,7 +295,7 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
             own = {n: v * share if n in region.sums else _rows(v, infos[n], rows)
                    for n, v in given.items()}
             try:
-                part = _Run(region, graph, own, len(rows), whole.fixed)
+                part = _RegionRun(region, graph, own, len(rows), whole.fixed)
                 part.differentiate({n: _rows(v, infos[n], rows) for n, v in cots.items()})
             except ERRORS as error:
                 return f"{len(rows)} row(s) alone do not run ({str(error).splitlines()[0]})"
@@ -311,11 +310,11 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
     return ""
 
 
-class _Run:
+class _RegionRun:
     """One run of the region: its outputs, and gradients of its inputs."""
 
-    def __init__(self, region: _Region, graph: fx.Graph, given: ByName, rows: int,
-                 fixed: ByName) -> None:
+    def __init__(self, region: _Region, graph: fx.Graph, given: apart.ByName, rows: int,
+                 fixed: apart.ByName) -> None:
         self.leaves = {n: given[n].detach().clone().requires_grad_() for n in region.learns}
         found = apart.run(graph, {**given, **self.leaves, **fixed}, rows,
                           {*region.leaving, *region.fixed})
