@@ -54,10 +54,6 @@ class _Region:
     fixed: set[str] = field(default_factory=set)  # made once, from the whole batch
     consts: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def given(self) -> list[fx.Node]:
-        return list(self.graph.find_nodes(op="placeholder"))
-
 
 def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surroundings) -> Traits:
     """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
@@ -281,7 +277,7 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
     draw, graph = torch.Generator().manual_seed(seed), _as_type(region.graph, dtype)
     infos = {n.name: info_of(n) for n in graph.nodes}
     given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw)
-             for n in region.given}
+             for n in graph.find_nodes(op="placeholder")}
     given = {n: change(v) if has_rows(infos[n]) else v for n, v in given.items()}
     whole = _RegionRun(region, graph, given, apart.NUM_ROWS, {})
     cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64).to(v.dtype)
