@@ -90,8 +90,9 @@ def parallelize(
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given, _Request(limits, confirm, loss_fn, source))
 
-    retrace = tracing.once(tracing.tracer(model, device, loss_fn, (given or limits).precision),
-                           place)
+    own = tracing.tracer(model, device, loss_fn, (given or limits).precision,
+                         limits.batch_statistics == "local")
+    retrace = tracing.once(own, place)
     parallel = ParallelModel(model, place, device, prepare, retrace, outputs, watched)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
@@ -131,7 +132,7 @@ def case(model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
          constraints: Given = None, loss_fn: LossFn | None = None) -> Case:
     """The search that `plan` makes, kept so that `why` can repeat it with something changed."""
     limits = _limits(constraints, precision)
-    traced, num_rows = _traced(model, example_inputs, loss_fn, limits.precision, global_batch_size)
+    traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size)
     limits = _uncoupled(limits, traced, tell=True)
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
@@ -148,7 +149,8 @@ def simulate(
 ) -> Timeline:
     """One step under a plan, on machines that need not be here (as in `plan`)."""
     given = _given(plan)
-    traced, num_rows = _traced(model, example_inputs, loss_fn, given.precision, global_batch_size)
+    traced, num_rows = _traced(model, example_inputs, loss_fn,
+                               Constraints(precision=given.precision), global_batch_size)
     whole, profile = offline.profile_for(given, traced, num_rows, cluster)
     return simulated(whole, traced.graph, profile, num_rows)
 
@@ -168,7 +170,8 @@ def measure(
     rank, size = world.start()
     place = world.World(rank, size)
     call, tensors = take_apart(*_as_call(example_inputs))
-    own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
+    own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
+                         limits.batch_statistics == "local")
     traced = tracing.once(own, place)(call, True, ("loss",))
     with untouched(world.device()):
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
@@ -178,7 +181,7 @@ def measure(
 # --- what was given -------------------------------------------------------------------------------
 
 
-def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, precision: Precision,
+def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Constraints,
             num_rows: int | None) -> tuple[Traced, int]:
     """The model, and the rows of a step: as asked for, else those of the example."""
     if num_rows is not None:
@@ -186,7 +189,8 @@ def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, precision:
     call, _ = take_apart(*_as_call(example))
     if not isinstance(model, nn.Module):
         raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
-    own = tracing.tracer(model, torch.device("cpu"), loss_fn, precision)
+    own = tracing.tracer(model, torch.device("cpu"), loss_fn, limits.precision,
+                         limits.batch_statistics == "local")
     return own(call, True, ("loss",)), num_rows or call.num_rows
 
 
@@ -233,9 +237,12 @@ def _limits(given: Given, precision: Precision | None = None) -> Constraints:
 def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
     """One replica where ops look at several rows at once, whatever was asked for."""
     alone = traced.graph.unjoined
-    if alone and tell and limits.dp not in (None, 1):
-        log.warning("not honoured: dp=%d, as %s looks at several rows of the batch at once",
-                    limits.dp, ", ".join(alone))
+    if alone and tell:
+        asked = limits.dp not in (None, 1)
+        log.log(logging.WARNING if asked else logging.INFO,
+                "%s, as the rows of the batch depend on each other: %s",
+                f"not honoured: dp={limits.dp}" if asked else "no data parallelism is looked at",
+                traced.graph.coupling())
     return replace(limits, dp=1) if alone else limits
 
 
@@ -256,6 +263,7 @@ def _tell_unused(place: world.World, limits: Constraints, confirm: int, done: Co
                  why: str) -> None:
     """Warn of what was asked of a search, if there is no search and it is not done anyway."""
     usual = Constraints()
+    done = replace(done, batch_statistics=limits.batch_statistics)  # tracing honours it
     names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
     names += ["confirm"] if confirm else []
     if names and place.rank == 0:
@@ -280,7 +288,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     try:
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
-        _untraced(parallel, given, asked, error)
+        _untraced(parallel, given, asked, error, call, tensors)
         return
     plan = _find(parallel, call, tensors, traced, asked) if given is None else _complete(
         parallel.world, given, traced, call.num_rows)
@@ -291,8 +299,8 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         _tell(plan, traced)
 
 
-def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request,
-              error: TraceError) -> None:
+def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, error: TraceError,
+              call: Call, tensors: list[Tensor]) -> None:
     """Replicas of the module as it is, or the reason why not."""
     if given is not None and any(len(r.stages) + len(r.stages[0].devices) > 2
                                  for r in given.replicas):
@@ -306,7 +314,7 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request,
                        recompute=False, precision="float32")
         _tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
     plan = given or replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
-    fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source)
+    fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source, call, tensors)
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
@@ -342,6 +350,14 @@ def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) ->
 def _tell(plan: Plan, traced: Traced) -> None:
     """Log what will run, and what cannot be split."""
     log.info("training with: %s", plan.describe())
+    if len(plan.replicas) > 1 or plan.num_micro_batches > len(plan.replicas):
+        if tested := traced.graph.tested:
+            log.info("the batch is shared out, as few rows gave the same together and apart "
+                     "(tested; no rule proves it for %s)", ", ".join(tested))
+        if local := traced.graph.local:
+            log.warning("as batch_statistics is \"local\", %s sees the rows of one replica and "
+                        "micro-batch only, so losses and gradients depend on the plan",
+                        ", ".join(local))
     if plan.shardings and traced.graph.replicated_ops:
         log.info("whole on every rank of a tensor group, as no rule splits them: %s",
                  ", ".join(traced.graph.replicated_ops))

@@ -61,6 +61,9 @@ class Kind(Struct, frozen=True):
     num_ops: int
     flops_per_row: float
     couples_rows: tuple[str, ...] = ()  # ops that look at several rows at once (batch statistics)
+    tested: tuple[str, ...] = ()  # such ops of which a test found that rows are independent outside
+    local: tuple[str, ...] = ()  # such ops that see the rows of a part only, as the user allows
+    why_coupled: str = ""  # what the test found
     mutates: bool = False  # has side effects on buffers, so it must not be run twice
 
 
@@ -110,6 +113,25 @@ class ModelGraph(Struct, frozen=True, dict=True):
     def unjoined(self) -> tuple[str, ...]:
         """The coupled ops that replicas cannot do together."""
         return tuple(op for op in self.coupled if op != "batch_norm")
+
+    @property
+    def tested(self) -> tuple[str, ...]:
+        """Ops that couple rows inside; rows tried together and apart gave the same."""
+        return tuple(sorted({op for kind in self.kinds.values() for op in kind.tested}))
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """Ops that look at the rows of a replica and micro-batch, not at the batch."""
+        return tuple(sorted({op for kind in self.kinds.values() for op in kind.local}))
+
+    def coupling(self) -> str:
+        """Which ops look at several rows at once, in which block, and how that was found."""
+        first = {block.kind: block.name for block in reversed(self.blocks)}
+        said = [f"{', '.join(kind.couples_rows)} in {first[name]}"
+                + (f" ({kind.why_coupled})" if kind.why_coupled else "")
+                for name, kind in self.kinds.items() if kind.couples_rows]
+        said += [f"{', '.join(self.couples_rows)} before all blocks"] if self.couples_rows else []
+        return "; ".join(said)
 
     @property
     def writes(self) -> tuple[str, ...]:

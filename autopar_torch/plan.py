@@ -255,9 +255,11 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
     if (graph.coupled and split) or (graph.unjoined and plan.num_micro_batches > 1):
         raise PlanError(
             f"{', '.join(graph.coupled)} uses statistics of the whole batch, so sharing it out "
-            "would change the numbers", where="Plan.replicas[*].num_micro_batches",
+            f"would change the numbers: {graph.coupling()}",
+            where="Plan.replicas[*].num_micro_batches",
             fix="use num_micro_batches=1, and but for batch_norm one replica (dp=1); or put those "
-            "layers in eval mode",
+            'layers in eval mode; or allow them, with constraints={"batch_statistics": "local"}, '
+            "to look at the rows of one part, as DistributedDataParallel does",
         )
     return msgspec.structs.replace(plan, replicas=replicas)
 

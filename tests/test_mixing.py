@@ -49,6 +49,60 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Experts(nn.Module):
+    """Sorts tokens by their expert; with a capacity, an expert takes the first few of the batch."""
+
+    def __init__(self, capacity: int = 0, balance: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.head, self.balance = nn.Linear(8, 3), nn.Linear(8, 4), balance
+        self.own, self.capacity = nn.Parameter(torch.randn(3, 8, 8)), capacity
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        odds = self.gate(x).softmax(-1)
+        weight, expert = odds.max(-1)
+        order = expert.argsort()
+        done = torch.bmm(x[order][:, None], self.own[expert[order]])[:, 0][order.argsort()]
+        if self.capacity:
+            place = F.one_hot(expert, 3).cumsum(0).gather(1, expert[:, None])
+            done = done * (place <= self.capacity)
+        loss = F.cross_entropy(self.head(x + weight[:, None] * done), y)
+        return loss + self.balance * odds.mean(0).square().sum() if self.balance else loss
+
+
+def claim_experts_that_sort_tokens_are_shared_out_exactly() -> None:
+    for degrees in (DP2, TP2 | {"num_micro_batches": 4}):
+        plain = Experts()
+        model = ap.parallelize(Experts(), plan=ap.Plan.uniform(**degrees))
+        loss, want = model(*batch()), plain(*batch())
+        loss.backward()
+        want.backward()
+        assert near(loss, want)
+        assert near(model.module.own.grad, plain.own.grad), degrees
+        assert "sort" in " ".join(model.graph.tested)
+
+
+def claim_experts_with_a_capacity_are_not_shared_out() -> None:
+    """No random batch of a few rows fills it: one token everywhere does."""
+    plan = ap.Plan.uniform(**DP2)
+    assert "cumsum" in refused(lambda: ap.parallelize(Experts(2), plan=plan)(*batch()))
+
+
+def claim_a_loss_that_mixes_rows_is_shared_out_only_where_local_statistics_are_allowed() -> None:
+    plan = ap.Plan.uniform(**DP2)
+    said = refused(lambda: ap.parallelize(Experts(balance=0.5), plan=plan)(*batch()))
+    assert '"batch_statistics": "local"' in said
+    allowed = ap.parallelize(Experts(balance=0.5), plan=plan,
+                             constraints={"batch_statistics": "local"})
+    plain, (x, y) = Experts(balance=0.5), batch()
+    half = len(x) // 2
+    want = (plain(x[:half], y[:half]) * half + plain(x[half:], y[half:]) * (len(x) - half)) / len(x)
+    loss = allowed(x, y)
+    loss.backward()
+    want.backward()
+    assert near(loss, want) and near(allowed.module.gate.weight.grad, plain.gate.weight.grad)
+
+
 def claim_a_batch_that_is_mixed_before_any_parameter_is_not_shared_out() -> None:
     _refuse_mixes(list(MIXES)[:2])
 
@@ -85,16 +139,26 @@ def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
 
 
+def test_large_experts_are_tried_small() -> None:
+    with torch.device("meta"):
+        model = Experts()
+        model.own = nn.Parameter(torch.empty(4096, 4096, 4096))
+        model.gate, model.head = nn.Linear(4096, 4096), nn.Linear(4096, 4)
+    example = (torch.empty(2, 4096), torch.empty(2, dtype=torch.int64))
+    graph = api.case(model, example, "8xH100").graph
+    assert graph.tested and not graph.coupled
+
+
 def test_asking_does_not_make_up_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Llama of 405B has more than any machine that plans for it holds."""
     made: list[tuple[int, ...]] = []
-    before = apart._made_up
+    before = apart.made_up
 
     def made_up(info: TensorInfo, *rest: Any) -> Tensor:
         made.append(tuple(info.shape))
         return before(info, *rest)
 
-    monkeypatch.setattr(apart, "_made_up", made_up)
+    monkeypatch.setattr(apart, "made_up", made_up)
     model, batch = zoo.build("llama"), zoo.batch("llama", 4, pad=True)
     api.case(model, batch, "8xH100")
     assert made and not {tuple(p.shape) for p in model.parameters()} & set(made)

@@ -167,7 +167,7 @@ def test_tracing_leaves_modes_and_random_numbers_as_they_were() -> None:
     model, cpu = Chancy(), torch.device("cpu")
     random.seed(0)
     expected = random.Random(0).random()
-    own = tracing.tracer(model, cpu, lambda out: out, "float32")
+    own = tracing.tracer(model, cpu, lambda out: out, "float32", False)
     with pytest.raises(TraceError, match="random numbers from Python"):
         own(take_apart((torch.ones(2, 4),), {})[0], True, None)
     assert random.random() == expected

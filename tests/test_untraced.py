@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar_torch as ap
 import claims
+from autopar_torch.errors import PlanError
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "num_micro_batches": 2}
@@ -49,6 +50,36 @@ def claim_a_model_that_cannot_be_exported_trains_and_says_why() -> None:
     want.backward()
     assert _near(loss, want) and _near(model.module.a.weight.grad, plain.a.weight.grad)
     assert "x.sum() > 1e9" in model.fallback_reason
+
+
+class Recording(Branching):
+    """Keeps the largest value that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.max())
+        return super().forward(x, y)
+
+
+class Together(Branching):
+    """Every row looks at all rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.softmax(0), y)
+
+
+def claim_rows_that_depend_on_each_other_are_not_shared_out() -> None:
+    x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(5.0)
+    for kind, said in ((Together, "the loss of few rows"), (Recording, "buffer largest")):
+        model = ap.parallelize(kind(), plan=ap.Plan.uniform(dp=2))
+        before = torch.get_rng_state()
+        with pytest.raises(PlanError, match=said):
+            model(x, y)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(not b.any() for b in model.module.buffers())
 
 
 class _Branches(nn.Linear):

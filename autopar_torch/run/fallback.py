@@ -16,6 +16,7 @@ from ..plan import Plan
 from ..trace.burnt import user_hooks
 from ..trace.call import Call
 from ..trace.form import LossFn, form_of, outputs_of
+from . import shared_out
 from .handover import hand_over
 from .model import ParallelModel
 from .randomness import dropout_apart
@@ -25,7 +26,7 @@ log = logging.getLogger("autopar_torch")
 
 
 def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
-          source: Callable[[str], Tensor | None]) -> None:
+          source: Callable[[str], Tensor | None], call: Call, tensors: list[Tensor]) -> None:
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
     if parallel.world.size > 1:
@@ -39,6 +40,8 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
                         fix="build it on a real device, or make forward traceable")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
+    if parallel.world.size > 1:
+        _refuse_coupled(parallel, call, tensors, loss_fn, reason)
     parallel.adopt_untraced(_plain(plan, parallel.outputs), reason, _Step(parallel, loss_fn))
 
 
@@ -55,6 +58,20 @@ def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
                 fix="take it out (a hook: return what it records as an output), make forward "
                 "traceable, or train in one process",
             )
+
+
+def _refuse_coupled(parallel: ParallelModel, call: Call, tensors: list[Tensor],
+                    loss_fn: LossFn | None, reason: str) -> None:
+    """Rank 0 tries few rows together and apart; all ranks follow what it finds."""
+    why = ""
+    if parallel.world.rank == 0:
+        why = shared_out.refusal(parallel.module, call, tensors, loss_fn, parallel.device)
+    if why := parallel.world.told(why, str):
+        raise PlanError(
+            f"the batch cannot be shared out among replicas: {why}; the model cannot be traced",
+            where=reason, fix="make forward traceable, let rows not depend on each other and "
+            "labels count alike in every row, or train in one process",
+        )
 
 
 def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:

@@ -24,7 +24,7 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
-           precision: Precision) -> Tracer:
+           precision: Precision, local: bool) -> Tracer:
     full: dict[str, ParamInfo] = {}  # later the model holds parts of its parameters
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
@@ -36,7 +36,7 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
               torch.enable_grad()):
             try:
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
-                             params=known, dtype=dtype)
+                             params=known, dtype=dtype, local=local)
             except Exception as error:
                 raise _told(error) from error.__cause__ or error
 

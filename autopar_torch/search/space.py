@@ -57,6 +57,8 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
     # Linears whose blocks move (PrimePar); "always" needs tensor groups with an axis of n x n.
     rings: Literal["free", "never", "always"] = "free"
+    # "local": ops that look at the whole batch may look at the rows of a replica and micro-batch.
+    batch_statistics: Literal["global", "local"] = "global"
 
     def capacity_bytes(self, cluster: Cluster) -> int:
         """Bytes that a plan may take on every device."""

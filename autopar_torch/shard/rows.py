@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,20 +14,22 @@ from .rules import Shape, ShapedOp
 from .strategies import strategies
 
 
-def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.Node, Layout],
-                                                                     list[str]]:
+def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
+             known: Mapping[fx.Node, Layout]) -> tuple[dict[fx.Node, Layout], list[fx.Node]]:
     """Follow the batch through a graph: the layout it gives every value, and ops that couple rows.
 
-    `carries` says what it is on the placeholders. A value that is a sum over rows is `P`; ops that
-    are linear in such sums keep it.
+    `carries` says what it is on the placeholders, `known` what tests found on the way. A value that
+    is a sum over rows is `P`; ops that are linear in such sums keep it.
     """
-    flow, coupled = dict(carries), []
+    flow, coupled = dict(carries), list[fx.Node]()
     options = strategies(graph)
     for node, choices in options.items():
         op = ShapedOp(node)
         have = tuple(flow.get(n, WHOLE) for n in op.inputs)
         match = next((s for s in choices if s.ins == have), None)
-        if all(layout == WHOLE for layout in have):
+        if node in known:
+            flow[node] = known[node]
+        elif all(layout == WHOLE for layout in have):
             flow[node] = rows_dim(op.out)  # a parameter expanded to the batch starts a flow
         elif match is not None and not (op.name == "mean" and match.out == PARTIAL):
             flow[node] = match.out
@@ -34,7 +37,7 @@ def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.N
             flow[node] = PARTIAL
         else:
             flow[node] = rows_dim(op.out)
-            coupled.append(op.name)
+            coupled.append(node)
     return flow, coupled
 
 

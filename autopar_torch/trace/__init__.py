@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
-from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
-from . import losses
+from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
+from ..shard import loss_sums
+from ..shard.rules import op_name
+from . import losses, shares
 from .apart import mixing
-from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
+from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
@@ -24,6 +26,7 @@ from .clean import flatten, has_rows, info_of
 from .discover import note_factors
 from .form import Form, LossFn
 from .repeat import find_stacks, shortened
+from .tested import Surroundings, tested_traits
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ class Traced:
 
 def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
           loss_fn: LossFn | None = None, wanted: tuple[str, ...] | None = ("loss",),
-          params: dict[str, ParamInfo] | None = None, dtype: torch.dtype | None = None) -> Traced:
-    """Trace once for every batch size. `params`: true shapes where the model holds shards."""
+          params: dict[str, ParamInfo] | None = None, dtype: torch.dtype | None = None,
+          local: bool = False) -> Traced:
+    """Trace once for every batch size. `params`: true shapes where the model holds shards;
+    `local`: what looks at the whole batch may look at the rows of a part."""
     known = params or describe_params(model)
     options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
                                "wanted": wanted, "shapes": known, "dtype": dtype}
@@ -55,9 +60,9 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
                 captured = capture(model, call, **options)
             pieces, flat = _cut(captured, known)
             if chain := repeat(pieces, stacks):
-                return _assemble(chain, flat, captured, known)
+                return _assemble(chain, flat, captured, known, local)
     captured = capture(model, call, **options)
-    return _assemble(*_cut(captured, known), captured, known)
+    return _assemble(*_cut(captured, known), captured, known, local)
 
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
@@ -157,22 +162,37 @@ def _renamed(piece: TracedBlock, old: str, new: str) -> TracedBlock:
 
 
 def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
-              known: dict[str, ParamInfo]) -> Traced:
+              known: dict[str, ParamInfo], local: bool) -> Traced:
     names: dict[str, str] = {}
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
     unruled: set[str] = set()
-    known_traits: dict[tuple[str, tuple[str, ...]], Traits] = {}
+    known_traits: dict[Any, Traits] = {}
+    prologue = _prologue(flat, pieces)
+    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
+    places = prologue.find_nodes(op="placeholder")
+    consts = {n.name: value for n in places
+              if (value := captured.consts.get(captured.sources[n.name].name)) is not None}
+    batch = next((n for n in places if captured.sources[n.name].kind == "input"
+                  and info_of(n).shape[:1] == (ROWS,)), None)
+    num_rows = prologue.call_function(loss_sums.count_values, (batch, 1))
+    num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
+    around = Surroundings({n.name: n for n in prologue.nodes}, rowless | {num_rows.name}, consts,
+                          num_rows.name, local)
     summed: set[str] = set()  # values that are sums over the rows
     for piece in pieces:
         sums = tuple(slot for slot, value in piece.inputs.items() if value in summed)
-        key = (piece.signature, sums)
-        if key not in known_traits:
-            known_traits[key] = traits(piece.graph, sums)
-        found = known_traits[key]
-        summed |= {v for v, own in zip(piece.outputs.values(), found.summed, strict=True) if own}
+        made = [around.prologue[name] for name in piece.context.values()]
+        key = (piece.signature, sums, *((n.target if n.op == "call_function" else "",
+                                         str(fx.node.map_arg(n.args, info_of))) for n in made))
         name = names.setdefault(piece.signature, f"kind{len(names)}")
         programs.setdefault(name, piece.graph)
+        if key not in known_traits:
+            known_traits[key] = tested_traits(piece, sums, around)
+        found = known_traits[key]
+        if shares.SLOT in {str(n.target) for n in programs.get(name, piece.graph).nodes}:
+            shares.fill(piece, num_rows.name)
+        summed |= {v for v, own in zip(piece.outputs.values(), found.summed, strict=True) if own}
         kinds[name] = _kind(name, piece, found, kinds.get(name))
         unruled |= set(found.unruled)
     blocks = tuple(Block(p.name, names[p.signature], p.inputs, p.context, p.params, p.outputs)
@@ -181,7 +201,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
     added = tuple(name for name, value in outputs.items() if value in summed)
-    prologue = _prologue(flat, pieces)
+    if not any(shares.SLOT in piece.context for piece in pieces):
+        prologue.erase_node(num_rows)
     rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
@@ -191,7 +212,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
 
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:
     """The kind of a block; ops that couple rows in one block count for all blocks of its kind."""
-    coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()), *found.coupled]))
+    coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()),
+                                   *map(op_name, found.coupled)]))
     if known:
         return msgspec.structs.replace(known, couples_rows=coupled)
     inputs, context, params, outputs = (
@@ -199,7 +221,7 @@ def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> K
         for table in (piece.inputs, piece.context, piece.params, piece.outputs)
     )
     return Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
-                coupled, found.mutates)
+                coupled, found.tested, found.local, found.why, found.mutates)
 
 
 def _outputs(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured) -> dict[str, str]:

@@ -21,7 +21,8 @@ from .capture import InputSource
 from .clean import info_of, is_mutable
 
 log = logging.getLogger("autopar_torch")
-NUM_ROWS, SPLITS = 3, ((1, 2), (2, 1))
+CPU = torch.device("cpu")
+NUM_ROWS, SPLITS = 4, ((1, 3), (2, 2))
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
 _VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
 ByName = dict[str, Any]
@@ -42,7 +43,7 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
     try:
         with torch.no_grad():
             graph = _without_others(prologue, asked)
-            given = {n.name: _made_up(info_of(n), consts.get(sources[n.name].name), generator)
+            given = {n.name: made_up(info_of(n), consts.get(sources[n.name].name), generator)
                      for n in graph.find_nodes(op="placeholder")}
             own = [n for n in graph.nodes if n.name in {node.name for node in asked}]
             found = [_culprit(graph, own, rowless, given, cut) for cut in SPLITS]
@@ -88,11 +89,11 @@ def _picks(node: fx.Node) -> bool:
     return op_name(node) in _PICKS
 
 
-def _made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:
+def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:
     """Random values of the right shape; numbers of tokens, labels and masks are 0 or 1."""
-    if known is not None:
-        return known.detach().cpu()
     shape, dtype = info.at(NUM_ROWS), getattr(torch, info.dtype)
+    if known is not None:
+        return known.detach().to("cpu", dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
@@ -111,9 +112,10 @@ def _without_others(prologue: fx.Graph, asked: Sequence[fx.Node]) -> fx.Graph:
     return graph
 
 
-def _run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str]) -> ByName:
-    """Some values of the prologue. Masks of long sequences are large: each is freed once used."""
-    real = at_batch(graph, rows, torch.device("cpu"))
+def run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str],
+        device: torch.device = CPU) -> ByName:
+    """Some values of a graph. Masks of long sequences are large: each is freed once used."""
+    real = at_batch(graph, rows, device)
     names = {own: node.name for node, own in zip(graph.nodes, real.nodes, strict=True)}
     last = {arg: own for own in real.nodes for arg in own.all_input_nodes}
     made: dict[fx.Node, Any] = {}
@@ -145,12 +147,12 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[
            cut: tuple[int, ...]) -> list[fx.Node]:
     """The nodes whose parts, joined, are not the whole."""
     wanted = {node.name for node in asked}
-    whole = _run(graph, given, NUM_ROWS, wanted | fixed)
+    whole = run(graph, given, NUM_ROWS, wanted | fixed)
     parts, start = [], 0
     for rows in cut:
         own = {n.name: _rows(given[n.name], info_of(n), start, rows) for n in graph.nodes
                if n.name in given}
-        parts.append(_run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted))
+        parts.append(run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted))
         start += rows
     return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))]
 

@@ -8,7 +8,7 @@ parameter is prologue: every stage computes for itself what it needs of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -198,29 +198,33 @@ def _signature(graph: fx.Graph) -> str:
 class Traits(NamedTuple):
     """Properties of a block that follow from its ops."""
 
-    coupled: tuple[str, ...]  # ops that couple rows
+    coupled: tuple[fx.Node, ...]  # ops that couple rows
+    flow: dict[fx.Node, Layout]
     flops_per_row: float
     unruled: tuple[str, ...]  # ops without a rule
     mutates: bool  # buffers change
     summed: tuple[bool, ...]  # per output: whether it is a sum over the rows
+    tested: tuple[str, ...] = ()  # ops that couple rows inside: outside, a test found none
+    local: tuple[str, ...] = ()  # ops that look at the rows of a part, as was allowed
+    why: str = ""  # what the test found
 
 
-def traits(graph: fx.Graph, sums: Collection[str] = ()) -> Traits:
-    """`sums`: slots of inputs that are sums over the rows."""
+def traits(graph: fx.Graph, sums: Collection[str], known: Mapping[fx.Node, Layout]) -> Traits:
+    """`sums`: slots of inputs that are sums over the rows; `known`: where rows are, by a test."""
     carries: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_param = str(node.target).startswith("w_")
             plain = WHOLE if is_param else rows_dim(info_of(node).shape)
             carries[node] = PARTIAL if node.name in sums else plain
-    flow, coupled = row_flow(graph, carries)
+    flow, coupled = row_flow(graph, carries, known)
     body = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n) for n in body) / ROWS
     unruled = {op_name(n) for n in body if not has_rule(n)} - {"add_"}
     mutates = any(is_mutable(n) for n in body)
     leaving: Any = graph.find_nodes(op="output")[0].args[0]
     summed = tuple(flow.get(node) == PARTIAL for node in leaving)
-    return Traits(tuple(dict.fromkeys(coupled)), work, tuple(sorted(unruled)), mutates, summed)
+    return Traits(tuple(coupled), flow, work, tuple(sorted(unruled)), mutates, summed)
 
 
 def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:

@@ -20,9 +20,9 @@ from .clean import aten, has_rows, info_of, schema_name
 _MEAN, _SUM = 1, 2
 # Losses whose mean is the plain mean of their values. Others weigh them, by class or by length.
 _MEANS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
-          "hinge_embedding_loss", "huber_loss", "l1_loss", "margin_ranking_loss", "mse_loss",
-          "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "smooth_l1_loss",
-          "soft_margin_loss", "triplet_margin_loss")
+          "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss",
+          "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss",
+          "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss")
 
 
 def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
@@ -30,12 +30,14 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
     for node in list(graph.nodes):
         name = schema_name(node).removeprefix("aten::")
         if name == "cross_entropy_loss" and _has_rows(node.args[0]):
-            _cross_entropy(graph, node)
+            _cross_entropy(graph, node, batch)
         elif name in ("nll_loss", "nll_loss_nd") and _has_rows(node.args[0]):
-            _nll_loss(graph, node)
+            _summed(graph, node, batch)
         elif name == "mean" and info_of(node).shape == () and _has_rows(node.args[0]):
             _mean(graph, node, node.args[0], batch)
-        elif _reduction(node) == _MEAN and _has_rows(node.args[0]):
+        elif name == "mean" and _has_rows(node.args[0]) and not _has_rows(node):
+            _mean_over_dims(graph, node, batch)
+        elif _reduction(node) in (_MEAN, _SUM) and _has_rows(node.args[0]):
             _by_element(graph, node, batch)
         elif name in ("div", "mul") and batch:
             _scaled(graph, node, batch)
@@ -91,11 +93,14 @@ def _scaled(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     _replace(graph, node, new)
 
 
-def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
+def _cross_entropy(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     defaults: tuple[Any, ...] = (None, None, None, _MEAN, -100, 0.0)
     given: tuple[Any, ...] = node.args + defaults[len(node.args) :]
     logits, target, weight, reduction, ignore, smoothing = given
-    if reduction not in (_MEAN, _SUM) or info_of(target).shape == info_of(logits).shape:  # type: ignore[arg-type]
+    if reduction not in (_MEAN, _SUM):
+        return
+    if info_of(target).shape == info_of(logits).shape:  # type: ignore[arg-type]
+        _summed(graph, node, batch)
         return
     with graph.inserting_before(node):
         count = (_number(graph, node, loss_sums.count_labels, target, weight, ignore)
@@ -105,15 +110,33 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, new)
 
 
-def _nll_loss(graph: fx.Graph, node: fx.Node) -> None:
-    defaults = (None, _MEAN, -100)
-    logits, target, weight, reduction, ignore = node.args + defaults[len(node.args) - 2 :]
-    if reduction != _MEAN or node.kwargs:
+def _summed(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
+    """A mean of one loss for each label, or each distribution, as a sum over their number."""
+    defaults: tuple[Any, ...] = (None, None, None, _MEAN, -100)
+    values, target, weight, reduction, ignore, *rest = node.args + defaults[len(node.args):]
+    if reduction != _MEAN:
         return
+    shape = info_of(cast(fx.Node, values)).shape
     with graph.inserting_before(node):
-        total = graph.call_function(node.target, (logits, target, weight, _SUM, ignore))  # type: ignore[arg-type]
+        if info_of(cast(fx.Node, target)).shape == shape:
+            count = _number(graph, node, loss_sums.count_values, batch[0],
+                            math.prod(shape) // shape[len(shape) > 1] // ROWS)
+        else:
+            count = _number(graph, node, loss_sums.count_labels, target, weight, ignore)
+        total = graph.call_function(node.target, (  # type: ignore[arg-type]
+            values, target, weight, _SUM, ignore, *rest))
         total.meta = dict(node.meta)
-        count = _number(graph, node, loss_sums.count_labels, target, weight, ignore)
+        new = graph.call_function(aten.div.Tensor, (total, count))
+    _replace(graph, node, new)
+
+
+def _mean_over_dims(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
+    values, *dims = cast(Any, node.args)
+    per_row = math.prod(info_of(values).shape) // max(1, math.prod(info_of(node).shape)) // ROWS
+    with graph.inserting_before(node):
+        count = _number(graph, node, loss_sums.count_values, batch[0], per_row)
+        total = graph.call_function(aten.sum.dim_IntList, (values, *dims), dict(node.kwargs))
+        total.meta = dict(node.meta)
         new = graph.call_function(aten.div.Tensor, (total, count))
     _replace(graph, node, new)
 
@@ -139,11 +162,13 @@ def _by_element(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     with graph.inserting_before(node):
         values = graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
         values.meta = {**node.meta, "info": TensorInfo(_shape(values), info_of(node).dtype)}
-        mean = graph.call_function(aten.mean.default, (values,))
+        joint = aten.mean if _reduction(node) == _MEAN else aten.sum
+        mean = graph.call_function(joint.default, (values,))
         mean.meta = dict(node.meta)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
-    _mean(graph, mean, values, batch)
+    if joint is aten.mean:
+        _mean(graph, mean, values, batch)
 
 
 def _number(graph: fx.Graph, node: fx.Node, op: Any, *args: Any) -> fx.Node:

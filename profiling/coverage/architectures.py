@@ -153,7 +153,8 @@ def _double_inside() -> None:
     hide, or fake, a difference."""
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
-        if name.startswith(("transformers.", "timm.", "diffusers.")) and vars(module).get("torch") is torch:
+        own = name.startswith(("transformers.", "timm.", "diffusers."))
+        if own and vars(module).get("torch") is torch:
             module.torch = _Doubled("torch")  # type: ignore[attr-defined]
 
 

@@ -106,7 +106,7 @@ class Desk:
                                (Change(0.5, "link 1", 0.5),), (0, 1, 2, 2))
         model, inputs = made()
         call, _ = take_apart((), inputs)
-        own = tracing.tracer(model, torch.device("cpu"), None, "float32")
+        own = tracing.tracer(model, torch.device("cpu"), None, "float32", False)
         self.traced = own(call, True, ("loss",))
         limits = Constraints(tp=2)
         assumed = offline.known_of(self.traced, ROWS, self.cluster, limits)

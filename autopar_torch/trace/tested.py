@@ -1,0 +1,373 @@
+"""Whether a block may run on a part of the batch, where rules cannot say: it is tried.
+
+Experts sort their tokens: rows mix inside and are independent outside. What lies between the first
+and the last op that couples rows runs on few rows together and apart, on made-up values in float64.
+Outputs with rows have to be those of the parts, one after the other; outputs without have to be
+their sum, and so have gradients. Large sizes are shrunk alike in the whole region.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..model import ROWS, TensorInfo, at_rows
+from ..shard.layout import PARTIAL, WHOLE, Layout
+from ..shard.rows import rows_dim
+from ..shard.rules import ShapedOp, flops, has_tag, op_name
+from . import apart, shares
+from .blocks import SEEDED, TracedBlock, Traits, traits
+from .clean import has_rows, info_of, is_mutable
+
+log = logging.getLogger("autopar_torch")
+PARTS: tuple[tuple[list[int], list[int]], ...] = (
+    ([0, 1], [2, 3]), ([0], [1, 2, 3]), ([3, 1], [0, 2]))
+SHARES = 0.3, 0.7  # of a value that is a sum over the rows
+TYPES = (torch.float64, 1e-6), (torch.float32, 1e-4)  # where an op has no float64
+MOST_FLOPS, MOST_ELEMENTS = 5e7, 1 << 23  # of a row, and of all rows
+ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+class Surroundings(NamedTuple):
+    """What makes the values of a batch that blocks read."""
+
+    prologue: dict[str, fx.Node]
+    rowless: frozenset[str]
+    consts: Mapping[str, Tensor]  # by the name of a placeholder of the prologue
+    num_rows: str  # the node that counts the rows of the global batch
+    local: bool  # what looks at the whole batch may look at the rows of a part
+
+
+@dataclass
+class _Region:
+    """The nodes that are tried, as a graph of their own."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    leaving: list[str] = field(default_factory=list)
+    sums: set[str] = field(default_factory=set)  # inputs that are sums over the rows
+    learns: set[str] = field(default_factory=set)  # inputs that get gradients
+    fixed: set[str] = field(default_factory=set)  # made once, from the whole batch
+    consts: dict[str, Tensor] = field(default_factory=dict)
+
+
+def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surroundings) -> Traits:
+    """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
+    statistics need none: replicas join them."""
+    known: dict[fx.Node, Layout] = {}
+    settled: list[fx.Node] = []
+    loose: list[fx.Node] = []
+    while True:  # the first coupled op changes what is known of those after it
+        found = traits(piece.graph, sums, known)
+        left = [n for n in found.coupled if op_name(n) != "batch_norm"]
+        if not left:
+            break
+        if shares.added_once(piece, left[0], found.flow, known, around.num_rows):
+            continue
+        groups = [left[:k] for k in range(1, len(left) + 1)]
+        why = ""
+        for group in [*groups, *([settled + left] if settled else [])]:
+            if not (why := refusal(piece, group, found.flow, around)):
+                settled += group
+                for node in (*group, *leaving(between(piece.graph, group))):
+                    at = rows_dim(ShapedOp(node).out)
+                    known[node] = PARTIAL if at == WHOLE else at
+                break
+        if why and not around.local:
+            log.debug("%s: %s", piece.name, why)
+            return found._replace(why=why)
+        if why:
+            shares.local(piece, left[0], found.flow, known, around.num_rows)
+            loose.append(left[0])
+    if loose:
+        shares.leaving(piece, loose, found.flow, known, around.num_rows)
+        found = traits(piece.graph, sums, known)
+    return found._replace(local=tuple(dict.fromkeys(map(op_name, loose))),
+                          tested=tuple(dict.fromkeys(map(op_name, settled))))
+
+
+def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
+            around: Surroundings) -> str:
+    """Why the rows of a block depend on each other; nothing if they do not."""
+    inside = between(piece.graph, coupled)
+    region = _region(piece, inside, flow, around)
+    for node in region.graph.nodes:
+        if node.op == "call_function" and is_mutable(node):
+            return f"{op_name(node)} changes a value"
+        if node.op == "call_function" and has_tag(node, SEEDED) and not _chance(node):
+            return f"{op_name(node)} draws at random"
+    small = next(_small(region.graph), None)
+    if small is None:
+        return "it is too large to be tried"
+    region.graph = small
+    said = "it does not run on made-up values"
+    for dtype, limit in TYPES:
+        learnt = 0
+        for seed, change in enumerate((_plain, _positive, _plain, _alike, _far)):
+            try:
+                said = _tried(region, dtype, limit, seed, change)
+            except ERRORS as error:
+                log.debug("%s does not run in %s: %s", piece.name, dtype, error)
+                continue
+            if said:
+                return said
+            learnt += change in (_plain, _positive)
+        if learnt:
+            return ""
+    return said or "all that was tried is not finite"
+
+
+def between(graph: fx.Graph, coupled: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes on a way from one of these to another, and themselves."""
+    below, above = set(coupled), set(coupled)
+    for node in graph.nodes:
+        if node.op == "call_function" and not below.isdisjoint(node.all_input_nodes):
+            below.add(node)
+    for node in reversed(graph.nodes):
+        if node in above:
+            above.update(node.all_input_nodes)
+    inside = below & above
+    return inside | {user for n in inside if isinstance(info_of(n), tuple) for user in n.users
+                     if op_name(user) == "getitem"}
+
+
+def leaving(inside: set[fx.Node]) -> list[fx.Node]:
+    """What others read of these nodes."""
+    return [n for n in inside if isinstance(info_of(n), TensorInfo)
+            and any(user not in inside for user in n.users)]
+
+
+# --- the region -----------------------------------------------------------------------------------
+
+
+def _region(piece: TracedBlock, inside: set[fx.Node], flow: Mapping[fx.Node, Layout],
+            around: Surroundings) -> _Region:
+    """Indices and masks are run from what makes them: made-up ones would be out of range."""
+    run, given, stack = set(inside), dict[fx.Node, None](), list(inside)
+    source = {p: around.prologue[piece.context[str(p.target)]]
+              for p in piece.graph.find_nodes(op="placeholder") if str(p.target) in piece.context}
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            arg = source.get(arg, arg)
+            if arg.op == "call_function" and (not arg.all_input_nodes or not _is_float(arg)):
+                stack += [] if arg in run else [arg]
+                run.add(arg)
+            else:
+                given[arg] = None
+    region, made = _Region(), dict[fx.Node, fx.Node]()
+    ours = set(around.prologue.values())
+    for node in (n for n in given if n not in run):
+        made[node] = region.graph.placeholder(f"g{len(made)}")
+        made[node].meta = {"info": info_of(node)}
+        name = made[node].name
+        if node.name in around.consts and node in ours:
+            region.consts[name] = around.consts[node.name]
+        if node not in ours and info_of(node).dtype.startswith("float"):
+            region.learns.add(name)
+        region.sums |= {name} if flow.get(node) == PARTIAL else set()
+    made |= {place: made[node] for place, node in source.items() if node in made}
+    for node in (n for n in (*around.prologue.values(), *piece.graph.nodes) if n in run):
+        made[node] = region.graph.node_copy(node, lambda n: made[source.get(n, n)])
+        made[node].meta = {"info": info_of(node)}
+        if node in ours and node.name in around.rowless:
+            region.fixed.add(made[node].name)
+    region.leaving = [made[n].name for n in leaving(inside)]
+    return region
+
+
+def _is_float(node: fx.Node) -> bool:
+    info = info_of(node)
+    return isinstance(info, TensorInfo) and info.dtype.startswith(("float", "bfloat", "complex"))
+
+
+# --- shrunk ---------------------------------------------------------------------------------------
+
+
+def _small(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """The graph if it is small, else with sizes divided: all multiples of a number alike."""
+    units = [1 << k for k in range(12, 1, -1)]
+    ways = [(1, 1), *((step, unit) for step in units[::-1] for unit in units if unit >= 2 * step)]
+    for step, unit in ways:
+        made = _shrunk(graph, unit, step)
+        size = sum(torch.Size(i.at(apart.NUM_ROWS)).numel()
+                   for n in made.nodes for i in _infos(info_of(n)))
+        work = sum(flops(n) for n in made.nodes if n.op == "call_function") / ROWS
+        if work <= MOST_FLOPS and size <= MOST_ELEMENTS and (step == 1 or _fits(made)):
+            yield made
+
+
+def _chance(node: fx.Node) -> list[int]:
+    """Where the chance of a dropout stands among the arguments of an op."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema and has_tag(node, SEEDED) else []
+    return [i for i, name in enumerate(names) if name in ("p", "dropout_p")]
+
+
+def _infos(info: Any) -> list[TensorInfo]:
+    return [i for i in (info if isinstance(info, tuple) else (info,)) if i is not None]
+
+
+def _shrunk(graph: fx.Graph, unit: int, step: int) -> fx.Graph:
+    def less(value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or step == 1:
+            return value
+        last = int((value + 1) % unit == 0)  # the last of so many, as a bound
+        return (value + last) // step - last if (value + last) % unit == 0 else value
+
+    def smaller(info: Any) -> Any:
+        if isinstance(info, tuple):
+            return tuple(map(smaller, info))
+        return info and TensorInfo(tuple(map(less, info.shape)), info.dtype, info.grad)
+
+    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        own = env[node] = made.node_copy(node, env.__getitem__)
+        own.name = node.name
+        own.args, own.kwargs = fx.node.map_aggregate((own.args, own.kwargs), less)  # type: ignore
+        for place in _chance(own):
+            if len(own.args) > place:
+                own.update_arg(place, 0.0)
+        own.meta = {"info": smaller(info_of(node))}
+    return made
+
+
+def _fits(graph: fx.Graph) -> bool:
+    """Whether every value has the shape that its shrunk description says."""
+    empty = {n.name: torch.empty(info_of(n).at(apart.NUM_ROWS), device="meta",
+                                 dtype=getattr(torch, info_of(n).dtype))
+             for n in graph.find_nodes(op="placeholder")}
+    names = {n.name for n in graph.nodes}
+    try:
+        with torch.no_grad():
+            found = apart.run(graph, empty, apart.NUM_ROWS, names, torch.device("meta"))
+    except ERRORS as error:
+        log.debug("not shrunk so: %s", error)
+        return False
+    return all(tuple(value.shape) == info_of(n).at(apart.NUM_ROWS) for n in graph.nodes
+               if isinstance(value := found[n.name], Tensor))
+
+
+# --- together and apart ---------------------------------------------------------------------------
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value
+
+
+def _alike(value: Tensor) -> Tensor:
+    """One token everywhere: all go to one expert."""
+    last = value.shape[-1] if value.dim() > 1 and value.is_floating_point() else 1
+    return value.flatten()[:last].expand(value.shape).contiguous()
+
+
+def _positive(value: Tensor) -> Tensor:
+    return value.abs() + 0.1 if value.is_floating_point() else value
+
+
+def _far(value: Tensor) -> Tensor:
+    return 10 * value + 5 if value.is_floating_point() else value
+
+
+def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change: Any) -> str:
+    """What of the whole is not that of the parts; an error if the whole does not run."""
+    draw, graph = torch.Generator().manual_seed(seed), _as_type(region.graph, dtype)
+    infos = {n.name: info_of(n) for n in graph.nodes}
+    given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw)
+             for n in graph.find_nodes(op="placeholder")}
+    given = {n: change(v) if has_rows(infos[n]) else v for n, v in given.items()}
+    whole = _RegionRun(region, graph, given, apart.NUM_ROWS, {})
+    cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64).to(v.dtype)
+            for n, v in whole.outs.items()}
+    whole.differentiate(cots)
+    if not all(v.isfinite().all() for v in (*whole.outs.values(), *whole.grads.values())):
+        raise ValueError("the whole is not finite")
+    for cut in PARTS:
+        parts = []
+        for rows, share in zip(cut, SHARES, strict=True):
+            own = {n: v * share if n in region.sums else _rows(v, infos[n], rows)
+                   for n, v in given.items()}
+            try:
+                part = _RegionRun(region, graph, own, len(rows), whole.fixed)
+                part.differentiate({n: _rows(v, infos[n], rows) for n, v in cots.items()})
+            except ERRORS as error:
+                return f"{len(rows)} row(s) alone do not run ({str(error).splitlines()[0]})"
+            parts.append(part)
+        order = [row for rows in cut for row in rows]
+        for what in ("outs", "grads"):
+            for n, want in getattr(whole, what).items():
+                found = [getattr(part, what)[n] for part in parts]
+                if not _joined(_rows(want, infos[n], order), found, infos[n].rows_dim,
+                               n in region.sums, limit):
+                    return f"{'values' if what == 'outs' else 'gradients'} of parts do not join"
+    return ""
+
+
+class _RegionRun:
+    """One run of the region: its outputs, and gradients of its inputs."""
+
+    def __init__(self, region: _Region, graph: fx.Graph, given: apart.ByName, rows: int,
+                 fixed: apart.ByName) -> None:
+        self.leaves = {n: given[n].detach().clone().requires_grad_() for n in region.learns}
+        found = apart.run(graph, {**given, **self.leaves, **fixed}, rows,
+                          {*region.leaving, *region.fixed})
+        self.fixed = {n: found[n] for n in region.fixed}
+        self.outs: dict[str, Tensor] = {n: found[n] for n in region.leaving}
+        self.grads: dict[str, Tensor] = {}
+
+    def differentiate(self, cots: Mapping[str, Tensor]) -> None:
+        ends = [n for n, v in self.outs.items() if v.requires_grad and v.is_floating_point()]
+        found: Sequence[Tensor | None] = (None,) * len(self.leaves)
+        if ends and self.leaves:
+            found = torch.autograd.grad([self.outs[n] for n in ends], list(self.leaves.values()),
+                                        [cots[n] for n in ends], allow_unused=True)
+        self.grads = {n: torch.zeros_like(leaf) if grad is None else grad
+                      for (n, leaf), grad in zip(self.leaves.items(), found, strict=True)}
+        self.outs = {n: v.detach() for n, v in self.outs.items()}
+
+
+def _as_type(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
+    """The graph with one type for all floats."""
+    def typed(value: Any) -> Any:
+        wide = isinstance(value, torch.dtype) and value.is_floating_point
+        return dtype if wide else value
+
+    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        own = env[node] = made.node_copy(node, env.__getitem__)
+        own.name = node.name
+        own.args, own.kwargs = fx.node.map_aggregate((own.args, own.kwargs), typed)  # type: ignore
+        info = info_of(node)
+        if own.op == "call_function" and not own.all_input_nodes and _is_float(node):
+            own.update_kwarg("dtype", dtype)
+        if isinstance(info, TensorInfo) and _is_float(node) and "complex" not in info.dtype:
+            info = TensorInfo(info.shape, str(dtype).removeprefix("torch."), info.grad)
+        own.meta = {"info": info}
+    return made
+
+
+def _rows(value: Tensor, info: TensorInfo, rows: Sequence[int]) -> Tensor:
+    dim = info.rows_dim
+    if dim is None:
+        return value
+    each = at_rows(info.shape[dim], 1)
+    return torch.cat([value.narrow(dim, row * each, each) for row in rows], dim)
+
+
+def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, same: bool,
+            limit: float) -> bool:
+    """Parts with rows follow each other; others are summed, or the same for all."""
+    shapes = [[*p.shape[:dim], *p.shape[dim + 1:]] if dim is not None else [*p.shape]
+              for p in (whole, *parts)]
+    if any(shape != shapes[0] for shape in shapes):
+        return False
+    rounds = [torch.cat(list(parts), dim)] if dim is not None else [
+        *parts] if same else [torch.stack(list(parts)).sum(0)]
+    if whole.dtype == torch.bool:
+        return all(torch.equal(whole, one) for one in rounds)
+    size = whole.double().abs().max() if whole.numel() else torch.zeros(())
+    return all(one.shape == whole.shape and bool(((one.double() - whole.double()).abs()
+               <= limit * (size + 1e-30)).all()) for one in rounds)
