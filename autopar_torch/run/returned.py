@@ -8,7 +8,7 @@ was not gathered is there as a placeholder that says so when it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,26 +76,6 @@ class Loss(Tensor):
 
     def __contains__(self, key: object) -> bool:
         return key in self.own
-
-
-class _ForwardOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        raise RunError(
-            "backward() of a loss that was computed in eval mode", where="loss.backward",
-            fix="call model.train() before the step: the backward runs inside forward",
-        )
-
-
-def forward_only(anchor: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss of eval mode, where no gradients are made: its `backward()` says so."""
-    if torch.is_grad_enabled() and "loss" in values:
-        return {**values, "loss": cast(Tensor, _ForwardOnly.apply(anchor, values["loss"]))}
-    return values
 
 
 def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> Any:
