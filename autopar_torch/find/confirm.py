@@ -17,6 +17,7 @@ from ..guards import Guards
 from ..measure.stats import interleaved_medians
 from ..run.materialize import full_values
 from ..run.model import ParallelModel
+from ..run.returned import ends_of
 from ..run.world import World
 from ..search.best import Choice, Result, varied
 from ..shard.watch import between, stamp
@@ -85,8 +86,8 @@ class _PlanTrial:
 
     def step(self) -> None:
         out = self.model(*self.args, **self.kwargs)
-        loss = out if isinstance(out, Tensor) else out.loss
-        loss.backward()
+        ends = ends_of(out)
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         self.optimizer.step()
         self.optimizer.zero_grad()
 

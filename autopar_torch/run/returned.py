@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..errors import RunError
-from ..trace.form import Form
+from ..trace.form import Form, Outputs
 
 
 class NotGatheredError(RunError, TypeError):
@@ -88,6 +89,12 @@ def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> A
     loss.own = form.fill(values, _not_gathered, rows)
     loss.named = {**{name: _not_gathered(name) for name in form.names}, **values}
     return loss
+
+
+def ends_of(output: Any) -> list[Tensor]:
+    """What a backward can begin at."""
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Outputs) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _not_gathered(name: str) -> Withheld:

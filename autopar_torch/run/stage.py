@@ -52,6 +52,7 @@ class StageRunner:
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
         self.loss_scale = 1.0
+        self.live: set[str] = set()  # values that lead to what backward begins at
 
     @property
     def params(self) -> list[str]:
@@ -149,7 +150,8 @@ class StageRunner:
         if grads is None:
             grads = {"loss": torch.full_like(left["loss"], self.loss_scale)}
         pairs = [(v, grads[name]) for name, v in left.items()
-                 if name in grads and isinstance(v, Tensor) and v.requires_grad]
+                 if name in grads and self.outputs.get(name, name) in self.live
+                 and isinstance(v, Tensor) and v.requires_grad]
         torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
         for held in (held for cell in self.placed for held in cell.gathered):
             if held.leaf.untyped_storage().size():

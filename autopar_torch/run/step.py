@@ -81,6 +81,7 @@ class Step:
         parallel.begin_step()
         for runner in self.program.stages.values():
             runner.loss_scale = 0.0 if self.idle else scale
+            runner.live = self.program.traced.graph.leading_to(("loss",))
         values = self._outputs(back=True)
         parts = {self.rows[mb]: value["loss"] for mb, value in self.executor.results.items()}
         parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"],
@@ -170,6 +171,8 @@ class Step:
                 self.executor.values[last, "B", mb] = {
                     name: program.portion(name, grad * (not self.idle), rows, self.call.num_rows)
                     for name, grad in upstream.items()}
+        for runner in program.stages.values():
+            runner.live = self.program.traced.graph.leading_to(upstream)
         parallel.reducer.begin(self.in_step)
         self._run(rest(program.schedule(len(self.rows), True, "gpipe")), True, lambda _: None)
         parallel.reducer.launch_rest()
