@@ -64,6 +64,7 @@ class ParallelModel(nn.Module):
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Result | None = None  # the search behind the plan, if there was one
+        self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self.num_steps = 0  # of training that have begun
         self.same_batch = SameBatch(world, self.guards.batches)
         self.non_finite = NonFinite(world, self.guards.nan)
@@ -181,6 +182,8 @@ class ParallelModel(nn.Module):
             self._prepare(self, call, [t.clone() if t.is_inference() else t for t in tensors])
         if self.fallback_reason:
             share_python_numbers(self.world)
+        while self._to_load:
+            checkpoint.load(self.store, *self._to_load.pop(0))
 
     def fingerprint_hash(self) -> int:
         """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
@@ -334,8 +337,13 @@ class ParallelModel(nn.Module):
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> int | None:
         """Read a checkpoint written under any plan, of a folder with steps the newest; its step.
-        Nothing is changed unless everything fits."""
-        with self._jointly(self.world.meeting, "load"):
+        Nothing is changed unless everything fits. Before the first batch it is looked through, and
+        read when that batch has made a plan."""
+        with self.world.meeting("load"):
+            if self._plan is None:
+                found = checkpoint.known(self.world, folder)
+                self._to_load.append((folder, optimizer))
+                return found
             return checkpoint.load(self.store, folder, optimizer)
 
     def explain(self, name: str) -> str:
