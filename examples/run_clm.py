@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from hf_trainer import llama, rows
 from torch.utils.data import DataLoader
 from transformers import default_data_collator, get_scheduler, set_seed
-
-from hf_trainer import llama, rows
 
 
 def main(given: Sequence[str] | None = None) -> list[float]:

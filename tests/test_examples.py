@@ -35,9 +35,8 @@ def numbers(name: str, *flags: str, plan: dict[str, int] | None = None,
 def same(name: str, *flags: str, plans: tuple[str, ...] = ("dp2", "tp2", "pp2"),
          saves: bool = False) -> None:
     """Numbers as in one process without the library; `saves`: into a folder that all ranks know."""
-    with alone():
-        with tempfile.TemporaryDirectory() as own:
-            want = numbers(name, *flags, *["--folder", own] * saves, plain=True)
+    with alone(), tempfile.TemporaryDirectory() as own:
+        want = numbers(name, *flags, *["--folder", own] * saves, plain=True)
     for plan in plans:
         folders: list[str | None] = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
@@ -65,19 +64,15 @@ def claim_nanogpt() -> None:
 
 
 def claim_trainer() -> None:
-    same("hf_trainer", plans=("tp2", "zero3"), saves=True)
-
-
-def claim_accelerate() -> None:
-    same("run_clm", plans=("pp2",), saves=True)
+    same("hf_trainer", plans=("zero3",), saves=True)
 
 
 def slow_claim_trainer() -> None:
-    same("hf_trainer", plans=("dp2", "pp2"), saves=True)
+    same("hf_trainer", plans=("dp2", "tp2", "pp2"), saves=True)
 
 
 def slow_claim_accelerate() -> None:
-    same("run_clm", plans=("dp2", "tp2"), saves=True)
+    same("run_clm", plans=("dp2", "tp2", "pp2"), saves=True)
 
 
 def slow_claim_plans_that_are_found() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import autopar_torch as ap
 import claims
 from autopar_torch.errors import RunError
+from autopar_torch.run import step
 from nets import ALL, PP2, TP2, Net, batch, near, net, parallel, refused
 
 Loss = Callable[[Any, int], Tensor]
@@ -105,7 +106,7 @@ def claim_the_same_model_with_labels_and_without() -> None:
     same(Net, loss_of)
 
 
-def claim_gradients_add_up_and_an_unused_forward_leaves_nothing() -> None:
+def slow_claim_gradients_add_up_and_an_unused_forward_leaves_nothing() -> None:
     def loss_of(model: Any, number: int) -> Tensor:
         (x, y), (other, z) = batch(8, number), batch(4, number + 7)
         (F.cross_entropy(model(other), z) / 2).backward()
@@ -137,7 +138,7 @@ def claim_what_cannot_be_right_is_refused() -> None:
         assert "changed between" in refused(lambda z=out: z.sum().backward()), degrees
 
 
-def claim_a_step_without_rows_for_a_replica() -> None:
+def slow_claim_a_step_without_rows_for_a_replica() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees, Logits), net(Logits)
         for m in (model, plain):
@@ -151,9 +152,13 @@ def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)
 
 
-def test_the_costs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    from autopar_torch.run import step
+@pytest.mark.slow
+@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
+def test_on_2_ranks_slowly(name: str) -> None:
+    claims.hold(__name__, name)
 
+
+def test_the_costs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     step._tell_costs.cache_clear()
     with caplog.at_level(logging.WARNING, "autopar_torch"):
         for _ in range(2):

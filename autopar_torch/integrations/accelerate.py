@@ -27,6 +27,9 @@ _FOLDER = "autopar"  # in each checkpoint: parts of the model and the optimizer'
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """For one model and at most one optimizer; all else is as accelerate does it in one process."""
 
+    _models: list[Any]
+    _optimizers: list[Any]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rank, _ = start()
         stand_alone(rank, device())

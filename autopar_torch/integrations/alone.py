@@ -1,4 +1,4 @@
-"""What accelerate, and with it transformers, must see: each process alone, its model an ordinary one.
+"""What accelerate, and so transformers, must see: each process alone, with an ordinary model.
 
 What they do for many processes (share the data out, wrap the model, gather, scale losses) must not
 happen here: every rank gets the global batch, and the model does the rest.

@@ -27,6 +27,8 @@ class _ParallelTrainer:
 
     model: ParallelModel
     args: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         if model is None:

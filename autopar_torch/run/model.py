@@ -31,7 +31,7 @@ from .program import Program
 from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
-from .step import Step
+from .step import RankStep
 from .totals import clip_grad_norm
 from .world import World
 
@@ -165,7 +165,7 @@ class ParallelModel(nn.Module):
             settle()
             return self.fallback(call, tensors)
         program = self._program(call, train, settle)
-        step = Step(self, program, call, tensors, settle)
+        step = RankStep(self, program, call, tensors, settle)
         with self.numbers.drawing() if program.draws else contextlib.nullcontext():
             if train and "loss" in program.traced.outputs:
                 half = dict(call.autocast).get(self.device.type) == torch.float16

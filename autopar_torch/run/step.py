@@ -9,37 +9,64 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PlanError, RunError
+from ..model import ModelGraph
+from ..plan import Plan
 from ..schedule import Schedule, rest
 from ..shard.collectives import arrive
 from ..trace.call import Call
 from .batches import Settle
 from .executor import Executor, Mail
-from .handover import Upstream, hand_over, promise
+from .handover import LossScale, Upstream, hand_over, promise
+from .nonfinite import NonFinite
+from .params import ParamStore, Reducer
 from .program import Program
+from .record import Recorder, Silent
 from .sharded import local
-
-if TYPE_CHECKING:
-    from .model import ParallelModel
+from .stage import Values
+from .world import World
 
 log = logging.getLogger("autopar_torch")
-Values = dict[str, Tensor]
 _ALIKE = 0.02  # by which norms of one gradient may differ: ranks may add up in another order
 COSTS = ("the loss is made outside of the model: all micro-batches of a step are kept until its "
          "backward (as under GPipe), and whole outputs go to every rank. A model that returns its "
          "loss, or parallelize(..., loss_fn=) with target=, needs less")
 
 
-class Step:
+class Planned(Protocol):
+    """What a step needs of the model that it is a step of."""
+
+    world: World
+    device: torch.device
+    graph: ModelGraph
+    replica: int
+    training: bool
+    anchor: Tensor
+    reducer: Reducer
+    recorder: Recorder | Silent
+    non_finite: NonFinite
+    loss_scale: LossScale
+    num_steps: int
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def store(self) -> ParamStore: ...
+    @property
+    def speaks(self) -> bool: ...
+    def begin_step(self) -> None: ...
+
+
+class RankStep:
     """Made when a call begins; it ends with the backward, where there is one."""
 
-    def __init__(self, parallel: ParallelModel, program: Program, call: Call,
+    def __init__(self, parallel: Planned, program: Program, call: Call,
                  tensors: list[Tensor], settle: Settle) -> None:
         self.parallel, self.program, self.call, self.tensors = parallel, program, call, tensors
         self.world, self.recorder = parallel.world, parallel.recorder
