@@ -91,9 +91,12 @@ def parallelize(
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given, _Request(limits, confirm, loss_fn, source))
 
-    retrace = tracing.once(tracing.tracer(model, device, loss_fn, (given or limits).precision),
-                           place)
-    parallel = ParallelModel(model, place, device, prepare, retrace, outputs, watched)
+    def tracer_of(module: nn.Module) -> tracing.Tracer:
+        own = tracing.tracer(module, device, loss_fn, (given or limits).precision)
+        return tracing.once(own, place)
+
+    parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, outputs,
+                             watched)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:

@@ -60,7 +60,7 @@ def claim_mnist() -> None:
 
 
 def claim_nanogpt() -> None:
-    same("nanogpt", "--steps", "6")
+    same("nanogpt", "--steps", "6", plans=("pp2",))
 
 
 def claim_trainer() -> None:
@@ -69,6 +69,10 @@ def claim_trainer() -> None:
 
 def slow_claim_trainer() -> None:
     same("hf_trainer", plans=("dp2", "tp2", "pp2"), saves=True)
+
+
+def slow_claim_nanogpt() -> None:
+    same("nanogpt")
 
 
 def slow_claim_accelerate() -> None:

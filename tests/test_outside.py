@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar_torch as ap
 import claims
@@ -145,6 +147,35 @@ def slow_claim_a_step_without_rows_for_a_replica() -> None:
             F.cross_entropy(m(batch(1)[0]), batch(1)[1]).backward()
         assert all(near(p.grad.norm(), q.grad.norm(), 1e-4) for p, q in zip(
             model.parameters(), plain.parameters(), strict=True)), degrees
+
+
+def _averaged(model: Any) -> list[Tensor]:
+    """Losses of a model and of two averages of its weights; a copy is trained apart from it."""
+    model(*batch())
+    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+                AveragedModel(model, use_buffers=True)]
+    opt, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(2):
+        loss = model(*batch(8, number))[1]
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for average in averages:
+            average.update_parameters(model)
+            with torch.no_grad():
+                found.append(average.eval()(*batch(8, 9))[1])
+    twin = copy.deepcopy(model)
+    twin(*batch())[1].backward()
+    assert all(p.grad is None for p in model.parameters())
+    return [*found, *(p.grad.norm() for p in twin.parameters()),
+            *averages[0].module.state_dict().values()]
+
+
+def claim_a_copy_holds_its_own_parts_as_averages_need() -> None:
+    want = _averaged(net())
+    for degrees in ALL:
+        got = _averaged(parallel(degrees))
+        assert all(near(a, b, 1e-4) for a, b in zip(got, want, strict=True)), degrees
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

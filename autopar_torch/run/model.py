@@ -22,6 +22,7 @@ from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
 from . import checkpoint, doors, full_state, optimizers, shardings, tracing
 from .batches import SameBatch, Settle
+from .copies import copied, whole_values
 from .drift import Copy, Drift
 from .executor import neighbours
 from .handover import LossScale
@@ -35,6 +36,7 @@ from .step import RankStep
 from .totals import clip_grad_norm
 from .world import World
 
+TracerOf = Callable[[nn.Module], tracing.Tracer]
 Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
 
 
@@ -46,7 +48,7 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
-                 retrace: tracing.Tracer, outputs: Sequence[str] = (),
+                 retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
                  guards: Guards | None = None) -> None:
         super().__init__()
         self.module = module
@@ -54,6 +56,8 @@ class ParallelModel(nn.Module):
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
         self.outputs, self.retrace = tuple(outputs), retrace
+        self.tracer_of = tracer_of
+        self._first: tuple[Traced, Call]
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
@@ -108,6 +112,7 @@ class ParallelModel(nn.Module):
             optimizers.attend()
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
+        self._first = traced, call
         self._programs[(call.key, True)] = [self._made(traced, plan)]
         self._seen_changes = self.burnt.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
@@ -292,8 +297,18 @@ class ParallelModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise doors.no_copy()
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise doors.no_copy()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+        """Another model under the same plan, with parts of its own, as averages of weights need it.
+        All ranks must make it."""
+        if self._plan is None or self.fallback_reason:
+            raise doors.no_copy()
+        with self.world.meeting("deepcopy"):
+            module = copied(self.module, memo)
+            traced, call = self._first
+            made = ParallelModel(module, self.world, self.device, self._prepare,
+                                 self.tracer_of(module), self.tracer_of, self.outputs, self.guards)
+            made.adopt(self.plan, traced, call, whole_values(self.module))
+        return made
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
