@@ -59,8 +59,9 @@ def parallelize(
     batch, as the model will be called with). `plan` is a Plan or the file of one. Without it the
     machines are measured (once: profiles are kept) and the fastest plan that fits is searched for,
     within `constraints` (like `{"tp": 2}`, see Constraints); `confirm=k` tries the best k for a few
-    real steps first. `loss_fn(output, target)` serves models that return no loss: pass `target=`
-    with the batch. `outputs` names what else to return besides the loss.
+    real steps first. The loss may be computed outside of the model, of whole outputs; with
+    `loss_fn(output, target)` and `target=` in the batch it becomes a part of the model, which needs
+    less memory. `outputs` names what else to return besides the loss.
     A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
     a checkpoint folder) or from its own initialisation with `init_seed`. `guards` says what is
     watched while training (see Guards).
@@ -90,10 +91,13 @@ def parallelize(
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given, _Request(limits, confirm, loss_fn, source))
 
-    own = tracing.tracer(model, device, loss_fn, (given or limits).precision,
-                         limits.batch_statistics == "local")
-    retrace = tracing.once(own, place)
-    parallel = ParallelModel(model, place, device, prepare, retrace, outputs, watched)
+    def tracer_of(module: nn.Module) -> tracing.Tracer:
+        own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
+                             limits.batch_statistics == "local")
+        return tracing.once(own, place)
+
+    parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, outputs,
+                             watched)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -133,7 +137,7 @@ def case(model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
     """The search that `plan` makes, kept so that `why` can repeat it with something changed."""
     limits = _limits(constraints, precision)
     traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size)
-    limits = _uncoupled(limits, traced, tell=True)
+    limits = _possible(limits, traced, tell=True)
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
 
@@ -234,16 +238,20 @@ def _limits(given: Given, precision: Precision | None = None) -> Constraints:
     return files.checked(replace(limits, precision=precision), Constraints, "precision")
 
 
-def _uncoupled(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
-    """One replica where ops look at several rows at once, whatever was asked for."""
-    alone = traced.graph.unjoined
+def _possible(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
+    """One replica where ops look at several rows at once, and all forwards before any backward
+    where the loss is made outside of the model, whatever was asked for."""
+    alone, outside = traced.graph.unjoined, "loss" not in traced.outputs
     if alone and tell:
         asked = limits.dp not in (None, 1)
         log.log(logging.WARNING if asked else logging.INFO,
                 "%s, as the rows of the batch depend on each other: %s",
                 f"not honoured: dp={limits.dp}" if asked else "no data parallelism is looked at",
                 traced.graph.coupling())
-    return replace(limits, dp=1) if alone else limits
+    if outside and tell and limits.schedule not in (None, "gpipe"):
+        log.warning("not honoured: schedule=%s, as the model returns no loss", limits.schedule)
+    return replace(limits, dp=1 if alone else limits.dp,
+                   schedule="gpipe" if outside else limits.schedule)
 
 
 def _unsplit(limits: Constraints) -> Plan:
@@ -321,7 +329,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
           asked: _Request) -> Plan:
     """Measure and search; the best plans are tried if asked for."""
     place = parallel.world
-    limits = _uncoupled(asked.limits, traced, tell=place.rank == 0)
+    limits = _possible(asked.limits, traced, tell=place.rank == 0)
     buffers = dict(parallel.module.named_buffers())
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
                           max(KEPT, asked.confirm))

@@ -7,6 +7,7 @@ the batch, whatever is not does not, so one trace serves every micro-batch size 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 
 from msgspec import Struct
@@ -140,6 +141,14 @@ class ModelGraph(Struct, frozen=True, dict=True):
 
     def kind_of(self, block: int) -> Kind:
         return self.kinds[self.blocks[block].kind]
+
+    def leading_to(self, outputs: Iterable[str]) -> set[str]:
+        """Values that some of what the model returns is made of, and these outputs themselves."""
+        found = {self.outputs[name] for name in outputs}
+        for block in reversed(self.blocks):
+            if not found.isdisjoint(block.outputs.values()):
+                found.update(block.inputs.values())
+        return found
 
     def crossing(self, border: int) -> dict[str, TensorInfo]:
         """Values made before block `border` and used in or after it, in order of making."""

@@ -246,6 +246,13 @@ def _built(name: str, position_of: tuple[int, ...], num_micro_batches: int,
     return Schedule(tuple(map(tuple, lists)), position_of)
 
 
+def rest(schedule: Schedule) -> Schedule:
+    """What follows when all forwards have been done."""
+    done = (Op.F, Op.SEND_F, Op.RECV_F)
+    return Schedule(tuple(tuple(a for a in own if a.op not in done) for own in schedule.actions),
+                    schedule.position_of)
+
+
 def order(name: str, position_of: Sequence[int], num_micro_batches: int,
           backward: bool = True) -> list[Action]:
     """What all positions compute, by the time at which it begins if all stages are equal."""

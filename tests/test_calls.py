@@ -167,22 +167,6 @@ def test_any_structure_comes_back_from_eval() -> None:
     assert near(got.extra["deep"][0], plain(*batch(5))[2]["deep"][0])
 
 
-def test_backward_in_eval_says_what_to_do() -> None:
-    model = ap.parallelize(net())
-    model.eval()
-    with pytest.raises(RunError, match=r"model.train\(\)"):
-        model(*batch())[1].backward()
-
-
-def test_a_first_evaluation_without_labels_says_what_to_do() -> None:
-    model = ap.parallelize(net())
-    model.eval()
-    with pytest.raises(PlanError, match="no loss"):
-        model(batch()[0])
-    model.train()
-    assert near(model(*batch())[1], net()(*batch())[1]) and not model.fallback_reason
-
-
 def test_a_model_is_parallelized_once() -> None:
     module = net()
     model = ap.parallelize(module)

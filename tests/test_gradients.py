@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import claims
 import oracle
 from autopar_torch.run.sharded import ShardedParameter
+from autopar_torch.run.step import RankStep
 from scripts import Job, adamw, difference, everywhere, small_batch, values_of
 
 
@@ -162,16 +164,15 @@ def claim_the_module_is_called_itself(job: Job) -> Any:
 def claim_gradients_are_handed_over_without_a_copy() -> None:
     job = Job("tp2")
     kept: list[int] = []
-    finish = job.model._finish_grads
+    finish = RankStep._finish_grads
 
-    def seen(program: Any) -> Any:
-        grads = finish(program)
-        kept.extend(grad.data_ptr() for _, grad in grads)
+    def seen(step: RankStep, *given: Any) -> Any:
+        grads = finish(step, *given)
+        kept.extend(grad.data_ptr() for grad in grads.values())
         return grads
 
-    job.model._finish_grads = seen
-    job.backward()
-    job.model._finish_grads = finish
+    with unittest.mock.patch.object(RankStep, "_finish_grads", seen):
+        job.backward()
     assert [p.grad.data_ptr() for p in job.params] == kept
 
 

@@ -41,6 +41,7 @@ MAY_IMPORT = dict.fromkeys(NOUNS, NOUNS) | {
     "report": NOUNS | {"report"},
     "api": API,
     "__init__": API,
+    "integrations": API | {"integrations"},
     "cli": API | {"cli", "__init__"},
     "__main__": {"cli"},
 }

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, fx, nn
 
 import zoo
-from autopar_torch.errors import AutoparError, PlanError, TraceError
+from autopar_torch.errors import AutoparError, TraceError
 from autopar_torch.model import ROWS, at_rows
 from autopar_torch.run import tracing
 from autopar_torch.trace import Traced, serialize, trace
@@ -203,11 +203,6 @@ def test_what_stops_the_tracing_rank_stops_the_others_with_the_same_words() -> N
     assert isinstance(read, TraceError) and (read.where, read.fix) == (error.where, error.fix)
 
 
-def test_no_loss_is_refused_with_the_way_out() -> None:
-    with pytest.raises(PlanError, match="loss_fn"):
-        traced(nn.Linear(4, 4), input=torch.zeros(2, 4))
-
-
 def test_data_dependent_code_is_refused_with_the_users_line() -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
@@ -219,3 +214,7 @@ def test_data_dependent_code_is_refused_with_the_users_line() -> None:
 
     with pytest.raises(TraceError, match=r"test_trace.py:\d+: return self.a\(x\)"):
         traced(Branch(), x=torch.zeros(2, 4))
+
+
+def test_a_model_without_a_loss_is_traced_up_to_its_outputs() -> None:
+    assert traced(nn.Linear(4, 4), input=torch.zeros(2, 4)).outputs == ("output",)

@@ -17,6 +17,7 @@ from ..guards import Guards
 from ..measure.stats import interleaved_medians
 from ..run.materialize import full_values
 from ..run.model import ParallelModel
+from ..run.returned import ends_of
 from ..run.world import World
 from ..search.best import Choice, Result, varied
 from ..shard.watch import between, stamp
@@ -78,15 +79,15 @@ class _PlanTrial:
         module = copy.deepcopy(parallel.module)
         world, device = parallel.world, parallel.device
         self.model = ParallelModel(module, world, device, lambda *_: None, parallel.retrace,
-                                   parallel.outputs, UNWATCHED)
+                                   parallel.tracer_of, parallel.outputs, UNWATCHED)
         self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []
 
     def step(self) -> None:
         out = self.model(*self.args, **self.kwargs)
-        loss = out if isinstance(out, Tensor) else out.loss
-        loss.backward()
+        ends = ends_of(out)
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         self.optimizer.step()
         self.optimizer.zero_grad()
 

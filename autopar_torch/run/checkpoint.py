@@ -27,6 +27,7 @@ from .sharded import Sharded, local as local_of, mark
 from .spread import views
 from .stored import TENSOR, Manifest, SavedState, Stored
 from .tensorfile import DTYPES, dtype_name, write
+from .world import World
 
 Folder = str | os.PathLike[str]
 
@@ -219,6 +220,12 @@ def _take(optimizer: Optimizer | None, fitting: Fitting) -> None:
             group |= {key: plainly.like(value, group.get(key)) for key, value in saved.items()}
         optimizer.state.update(fitting.state)
         optimizers.learn(optimizer)
+
+
+def known(world: World, folder: Folder) -> int | None:
+    """The step of a checkpoint that is whole, if it has one."""
+    with _named("load", Path(folder), "give another checkpoint, or another copy of this one"):
+        return steps.opened(world, Path(folder)).manifest.step
 
 
 def _fitting(store: ParamStore, optimizer: Optimizer | None, found: stored.Checkpoint) -> Fitting:

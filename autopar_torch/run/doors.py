@@ -82,7 +82,7 @@ def no_copy() -> RunError:
     return RunError("a parallelized model cannot be copied or pickled: it is one part of many",
                     where="copy, deepcopy, pickle or torch.save of the model",
                     fix="torch.save(model.state_dict(), ...) on all ranks, or model.save(folder); "
-                    "average weights over state_dict()s")
+                    "deepcopy and AveragedModel need a plan: example_inputs=, or a first batch")
 
 
 def refuse_replaced(names: Sequence[str]) -> None:

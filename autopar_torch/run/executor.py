@@ -107,6 +107,8 @@ class Executor:
         self.recorder = recorder
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
         self.results: dict[int, Values] = {}
+        # What each stage keeps for backward: another call may come before that.
+        self.kept: dict[int, dict[int, tuple[Values, Values]]] = {s: {} for s in stages}
 
     def run(self, schedule: Schedule, position: int, rows: Sequence[tuple[int, int]],
             context: PrologueOf, train: bool, share: ShareOutputs) -> None:
@@ -117,6 +119,8 @@ class Executor:
         last = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
         self.lasts = set(last.values())  # the last backward of every stage
         known = _outputs_known(actions)
+        for stage, runner in self.stages.items():
+            runner.kept = self.kept[stage]
         for index, action in enumerate(actions):
             if index == known:
                 share(self.results)
@@ -128,6 +132,8 @@ class Executor:
             share(self.results)
         with self.recorder.exchanging("sent"):
             self.mail.finish()
+        for runner in self.stages.values():
+            runner.kept = {}
 
     def _look_ahead(self, actions: Sequence[Action], index: int) -> None:
         """Post the receives that follow. With Gloo, a message that is sent before its receive is
@@ -184,7 +190,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, op, mb = action
         runner, reducer = self.stages[stage], cast(Reducer, self.reducer)
-        grads = self.values.pop((stage, "B", mb), {})
+        grads = self.values.pop((stage, "B", mb), None)
         run = runner.backward if op is Op.B else runner.backward_input
         back = run(mb, grads)
         if op is Op.B:

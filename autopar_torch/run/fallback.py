@@ -124,7 +124,7 @@ class _Step:
         total = parallel.world.sum(loss.detach().clone())
         parts = {(rows.start, rows.stop): loss} if share else {}
         parallel.non_finite.check(parallel.num_steps, parallel.replica, total, parts)
-        total = hand_over(parallel._anchor, total, self._grads(loss))
+        total = hand_over(parallel.anchor, total, self._grads(loss))
         return returned({"loss": total}, form, call.num_rows, train=True)
 
     def _grads(self, loss: Tensor) -> list[tuple[Tensor, Tensor]]:

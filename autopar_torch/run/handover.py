@@ -1,11 +1,13 @@
-"""A loss whose `backward()` gives the parameters the gradients that the step has kept aside.
+"""What a call returns to autograd: its `backward()` gives the parameters their gradients.
 
-The parameters are inputs of its autograd node, so that hooks, `torch.autograd.grad` and adding up
+They may be there already, kept aside by a step that has run its backwards, or they are made then.
+The parameters are inputs of the autograd node, so that hooks, `torch.autograd.grad` and adding up
 are torch's own. Nobody else keeps the gradients, so torch takes them without a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError
+
+Upstream = dict[str, Tensor]  # output -> its gradient; without those that nothing was made of
+Finish = Callable[[Upstream], Sequence[Tensor | None]]  # -> the gradient of every parameter
 
 
 @dataclass
@@ -28,35 +33,48 @@ class LossScale:
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, grads: list[Tensor], scale: float,
-                told: LossScale, *params: Tensor) -> Tensor:
-        ctx.grads, ctx.scale, ctx.told = grads, scale, told
-        return loss.clone()
+    def forward(ctx: Any, anchor: Tensor, values: dict[str, Tensor], finish: Finish,
+                *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.finish = tuple(values), finish
+        ctx.set_materialize_grads(False)
+        return tuple(values.values())
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RunError("backward() was already called on this loss",
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.finish is None:
+            raise RunError("backward() was already called on what this call returned",
                            where="backward or torch.autograd.grad, a second time",
-                           fix="run forward again")
+                           fix="run forward again, or add losses up before one backward()")
         if torch.is_grad_enabled():
             raise RunError("a gradient of the gradients cannot be taken",
                            where="backward or torch.autograd.grad with create_graph=True",
                            fix="put what needs it into the model, or train in one process "
                            "without parallelize()")
-        given = float(upstream[0])
-        ctx.told.heard(given)
-        grads, ctx.grads = ctx.grads, None
-        if grads and given != ctx.scale:
-            torch._foreach_mul_(grads, given / ctx.scale)
-        return None, None, None, None, None, *grads
+        finish, ctx.finish = ctx.finish, None
+        given = {name: grad for name, grad in zip(ctx.names, upstream, strict=True)
+                 if grad is not None}
+        return None, None, None, *finish(given)
+
+
+def promise(anchor: Tensor, values: dict[str, Tensor], params: Sequence[Tensor],
+            finish: Finish) -> dict[str, Tensor]:
+    """The same values, whose backward asks `finish` for the gradients of `params`, once."""
+    made = cast(Any, _HandOver.apply)(anchor, values, finish, *params)
+    return dict(zip(values, made, strict=True))
 
 
 def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
               scale: float = 1.0, told: LossScale | None = None) -> Tensor:
     """A loss whose backward gives the parameters their gradients, as parts where they are parts:
     those of the loss times `scale`."""
-    params = [param for param, _ in grads]
-    values = [grad for _, grad in grads]
-    made = _HandOver.apply(anchor, loss, values, scale, told or LossScale(), *params)
-    return cast(Tensor, made)
+    kept = [grad for _, grad in grads]
+
+    def finish(upstream: Upstream) -> list[Tensor]:
+        given = float(upstream["loss"])
+        (told or LossScale()).heard(given)
+        if kept and given != scale:
+            torch._foreach_mul_(kept, given / scale)
+        found, kept[:] = list(kept), []
+        return found
+
+    return promise(anchor, {"loss": loss}, [param for param, _ in grads], finish)["loss"]

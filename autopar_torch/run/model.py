@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from ..errors import PlanError, RunError
+from ..errors import RunError
 from ..guards import Guards
 from ..plan import Plan, check_joint, peers
 from ..search.best import Result
-from ..shard.collectives import arrive
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
@@ -24,19 +22,21 @@ from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
 from . import checkpoint, doors, full_state, optimizers, shardings, tracing
 from .batches import SameBatch, Settle
+from .copies import copied, whole_values
 from .drift import Copy, Drift
-from .executor import Executor, Mail, neighbours
-from .handover import LossScale, hand_over
+from .executor import neighbours
+from .handover import LossScale
 from .nonfinite import NonFinite
 from .params import ParamStore, Reducer
 from .program import Program
 from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
-from .returned import forward_only, returned
-from .sharded import local
+from .returned import ends_of, returned
+from .step import RankStep
 from .totals import clip_grad_norm
 from .world import World
 
+TracerOf = Callable[[nn.Module], tracing.Tracer]
 Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
 
 
@@ -48,7 +48,7 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
-                 retrace: tracing.Tracer, outputs: Sequence[str] = (),
+                 retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
                  guards: Guards | None = None) -> None:
         super().__init__()
         self.module = module
@@ -56,16 +56,19 @@ class ParallelModel(nn.Module):
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
         self.outputs, self.retrace = tuple(outputs), retrace
+        self.tracer_of = tracer_of
+        self._first: tuple[Traced, Call]
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
         self.burnt, self._seen_changes = Burnt(module), 0
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
         self.recorder: Recorder | Silent = SILENT
         self.found: Result | None = None  # the search behind the plan, if there was one
+        self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self.num_steps = 0  # of training that have begun
         self.same_batch = SameBatch(world, self.guards.batches)
         self.non_finite = NonFinite(world, self.guards.nan)
@@ -109,6 +112,7 @@ class ParallelModel(nn.Module):
             optimizers.attend()
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
+        self._first = traced, call
         self._programs[(call.key, True)] = [self._made(traced, plan)]
         self._seen_changes = self.burnt.number
         group = next(s.devices for s in plan.replicas[self.replica].stages
@@ -166,13 +170,14 @@ class ParallelModel(nn.Module):
             settle()
             return self.fallback(call, tensors)
         program = self._program(call, train, settle)
-        half = dict(call.autocast).get(self.device.type) == torch.float16
-        scale = self.loss_scale.value if half else 1.0
+        step = RankStep(self, program, call, tensors, settle)
         with self.numbers.drawing() if program.draws else contextlib.nullcontext():
-            results = self._run(program, call, tensors, train, scale, settle)
-        if not train:
-            results = forward_only(self._anchor, results)
-        return returned(results, program.traced.form, call.num_rows, train)
+            if train and "loss" in program.traced.outputs:
+                half = dict(call.autocast).get(self.device.type) == torch.float16
+                results = step.trained(self.loss_scale.value if half else 1.0)
+                return returned(results, program.traced.form, call.num_rows, train)
+            results = step.promised() if torch.is_grad_enabled() else step.evaluated()
+        return returned(results, program.traced.form, call.num_rows, train=False)
 
     def start(self, call: Call, tensors: list[Tensor]) -> None:
         """Trace and plan for training, whatever this call is for."""
@@ -182,6 +187,8 @@ class ParallelModel(nn.Module):
             self._prepare(self, call, [t.clone() if t.is_inference() else t for t in tensors])
         if self.fallback_reason:
             share_python_numbers(self.world)
+        while self._to_load:
+            checkpoint.load(self.store, *self._to_load.pop(0))
 
     def fingerprint_hash(self) -> int:
         """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
@@ -222,61 +229,6 @@ class ParallelModel(nn.Module):
             self.reducer, self._frozen = self._reducer(), frozen
         self._seen_changes = self.burnt.number
 
-    def _run(self, program: Program, call: Call, tensors: list[Tensor],
-             train: bool, scale: float, settle: Settle) -> dict[str, Tensor]:
-        spans = self.plan.micro_batches(call.num_rows)
-        idle = self.plan.zero == 3 and not spans[self.replica]
-        if self.plan.zero == 3:  # a replica without rows runs one that does not count
-            spans = [span or [(0, 1)] for span in spans]
-        rows, in_step = spans[self.replica], len({len(span) for span in spans}) == 1
-        self._refuse_idle(call.num_rows)
-        for runner in program.stages.values():
-            runner.loss_scale = 0.0 if idle else scale
-        replica = self.plan.replicas[self.replica]
-        try:
-            with self.recorder.computing("batch"):
-                whole = program.prologue.for_batch(call, tensors)
-        finally:
-            settle()  # before this step's first message
-        if train:
-            self.begin_step()
-        with self.recorder.computing("refresh"):
-            self.store.refresh()
-        if train:
-            self.reducer.begin(in_step)
-
-        @cache
-        def context(mb: int) -> dict[str, Any]:
-            return program.prologue.for_rows(call, tensors, whole, *rows[mb])
-
-        actions = program.schedule(len(rows), train)
-        position = actions.position_of[min(program.stages)]
-        mail = Mail(self.world, replica, self.device)
-        executor = Executor(program.stages, replica, mail, self.reducer if train else None,
-                            self.recorder)
-        values: dict[str, Tensor] = {}
-        sums: list[Any] = []
-
-        def share(parts: dict[int, dict[str, Tensor]]) -> None:
-            mine = parts if self._speaks and not idle else {}
-            values.update(program.addends(mine, rows, call.num_rows, self.device))
-            sums.extend(work for x in values.values() for work in self.world.start_sum(x))
-
-        executor.run(actions, position, rows, context, train, share)
-        if train:
-            with self.recorder.computing("pack"):
-                self.reducer.launch_rest()
-        with self.recorder.exchanging("outputs"):
-            arrive(sums)
-        if train:
-            parts = {rows[mb]: value["loss"] for mb, value in executor.results.items()}
-            self.non_finite.check(self.num_steps, self.replica, values["loss"],
-                                 parts if self._speaks and not idle else {})
-            grads = self._finish_grads(program)
-            values["loss"] = hand_over(self._anchor, values["loss"], grads, scale,
-                                       self.loss_scale)
-        return values
-
     def begin_step(self) -> None:
         """One more step of training; the parameters are as the last one left them."""
         self.num_steps += 1
@@ -292,16 +244,6 @@ class ParallelModel(nn.Module):
                 rows = held.share.zero and held.share.own_rows()
                 yield Copy(name, (held.boxes(), rows), held.part)
 
-    def _refuse_idle(self, num_rows: int) -> None:
-        """Batch statistics are joined over replicas, of which none may have nothing to add."""
-        joined = any(kind.couples_rows for kind in self.graph.kinds.values())
-        if joined and num_rows < len(self.plan.replicas):
-            raise PlanError(
-                f"{num_rows} row(s) for {len(self.plan.replicas)} replicas, which join the "
-                "statistics of batches", where="the batch",
-                fix="give at least a row for each, or use fewer replicas",
-            )
-
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
         """When everything happens in a real step on this batch (the quickest of `steps`).
 
@@ -310,7 +252,10 @@ class ParallelModel(nn.Module):
         runs = []
         for _ in range(max(1, steps)):
             self.recorder = Recorder(self.world.rank)
-            self(*args, **kwargs)
+            ends = ends_of(self(*args, **kwargs))
+            params = [p for p in self.parameters() if p.requires_grad]
+            torch.autograd.grad(ends, params, [torch.ones_like(end) for end in ends],
+                                allow_unused=True)
             runs.append(joined(self.world.gather(self.recorder.result())))
         self.recorder = SILENT
         return min(runs, key=lambda timeline: timeline.step_s)
@@ -320,20 +265,8 @@ class ParallelModel(nn.Module):
         spans = self.plan.micro_batches(num_rows)[self.replica]
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
-    def _finish_grads(self, program: Program) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient), on all ranks of the same parameters: all that got any gradient."""
-        with self.recorder.exchanging("reduce"):
-            sums = self.reducer.finish()
-        if program.reached is None:
-            everyone = self.world.gather(self.reducer.reached)
-            program.reached = [name for name in self.store.tensors
-                               if any(name in names for names in everyone)]
-        tensors = self.store.tensors
-        return [(tensors[name], sums[name] if name in sums else torch.zeros_like(
-            local(tensors[name]))) for name in program.reached]
-
     @property
-    def _speaks(self) -> bool:
+    def speaks(self) -> bool:
         """Whether this rank speaks for its replica: what that returns is taken from here."""
         return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
 
@@ -364,8 +297,18 @@ class ParallelModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise doors.no_copy()
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise doors.no_copy()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+        """Another model under the same plan, with parts of its own, as averages of weights need it.
+        All ranks must make it."""
+        if self._plan is None or self.fallback_reason:
+            raise doors.no_copy()
+        with self.world.meeting("deepcopy"):
+            module = copied(self.module, memo)
+            traced, call = self._first
+            made = ParallelModel(module, self.world, self.device, self._prepare,
+                                 self.tracer_of(module), self.tracer_of, self.outputs, self.guards)
+            made.adopt(self.plan, traced, call, whole_values(self.module))
+        return made
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
@@ -409,8 +352,13 @@ class ParallelModel(nn.Module):
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> int | None:
         """Read a checkpoint written under any plan, of a folder with steps the newest; its step.
-        Nothing is changed unless everything fits."""
-        with self._jointly(self.world.meeting, "load"):
+        Nothing is changed unless everything fits. Before the first batch it is looked through, and
+        read when that batch has made a plan."""
+        with self.world.meeting("load"):
+            if self._plan is None:
+                found = checkpoint.known(self.world, folder)
+                self._to_load.append((folder, optimizer))
+                return found
             return checkpoint.load(self.store, folder, optimizer)
 
     def explain(self, name: str) -> str:

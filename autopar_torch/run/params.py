@@ -169,6 +169,11 @@ class ParamStore:
                 held.leaf.copy_(held.tensor)
         self.gather(self.gathered)
 
+    def versions(self) -> list[int]:
+        """Other numbers after any parameter has changed in place."""
+        with plainly():
+            return [held.tensor._version for held in self.held.values()]
+
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""
         return self.plan.zero == 3 and held.share.same_schedule

@@ -38,9 +38,10 @@ class Program:
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, store.buffers, store.device)
         self.draws = world.size > 1 and draws(traced.programs.values())
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedules: dict[tuple[int, bool, str], Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
-        self.reached: list[str] | None = None  # parameters that get gradients, once it has run
+        # Parameters that get gradients, by the outputs that these come from, once it has run.
+        self.reached: dict[tuple[str, ...], list[str]] = {}
 
     def serves(self, burnt: Burnt) -> bool:
         """Whether everything that decided what was traced is still as it was."""
@@ -48,11 +49,12 @@ class Program:
             self.number = burnt.number
         return self.number == burnt.number
 
-    def schedule(self, num_micro_batches: int, train: bool) -> Schedule:
-        """The action lists of this replica, proven free of deadlock."""
-        key = (num_micro_batches, train)
+    def schedule(self, num_micro_batches: int, train: bool, name: str = "") -> Schedule:
+        """The action lists of this replica, proven free of deadlock; those of the plan unless
+        another schedule is named."""
+        key = (num_micro_batches, train, name)
         if key not in self._schedules:
-            made = build(self._name, self._positions, num_micro_batches, train)
+            made = build(name or self._name, self._positions, num_micro_batches, train)
             check(made, num_micro_batches)
             self._schedules[key] = made
         return self._schedules[key]
@@ -78,13 +80,11 @@ class Program:
 
     def _addend(self, name: str, parts: Mapping[tuple[int, int], Tensor], whole: bool,
                 num_rows: int, device: torch.device) -> Tensor:
-        info, summed = self._info(name), name == "loss" or name in self.traced.graph.summed
+        info, summed, dims = self.info(name), self._summed(name), self._dims(name)
         kind = getattr(torch, info.dtype)
         if kind.is_floating_point and summed:
             kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
         full = torch.zeros(info.at(num_rows), dtype=kind, device=device)
-        sizes = zip(info.at(1), info.at(2), strict=True)
-        dims = [(d, two - one) for d, (one, two) in enumerate(sizes) if two > one]
         if len(dims) > 1 and not whole:
             raise RunError(
                 "an output has the batch in more than one dim", where=name,
@@ -100,7 +100,25 @@ class Program:
                 full.copy_(value)
         return full
 
-    def _info(self, name: str) -> TensorInfo:
+    def portion(self, name: str, grad: Tensor, rows: tuple[int, int], num_rows: int) -> Tensor:
+        """The part of an output's gradient that belongs to some rows, as they were added."""
+        dims, (start, end) = self._dims(name), rows
+        grad = grad.to(getattr(torch, self.info(name).dtype))
+        if len(dims) == 1:
+            dim, each = dims[0]
+            return grad.narrow(dim, start * each, (end - start) * each).contiguous()
+        return grad if self._summed(name) or start == 0 else torch.zeros_like(grad)
+
+    def _summed(self, name: str) -> bool:
+        return name == "loss" or name in self.traced.graph.summed
+
+    def _dims(self, name: str) -> list[tuple[int, int]]:
+        """(dim, entries for each row) of an output."""
+        info = self.info(name)
+        sizes = zip(info.at(1), info.at(2), strict=True)
+        return [(d, two - one) for d, (one, two) in enumerate(sizes) if two > one]
+
+    def info(self, name: str) -> TensorInfo:
         """Shape and type of what the model returns under a name."""
         graph = self.traced.graph
         value = graph.outputs[name]

@@ -8,13 +8,14 @@ was not gathered is there as a placeholder that says so when it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..errors import RunError
-from ..trace.form import Form
+from ..trace.form import Form, Outputs
 
 
 class NotGatheredError(RunError, TypeError):
@@ -78,26 +79,6 @@ class Loss(Tensor):
         return key in self.own
 
 
-class _ForwardOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        raise RunError(
-            "backward() of a loss that was computed in eval mode", where="loss.backward",
-            fix="call model.train() before the step: the backward runs inside forward",
-        )
-
-
-def forward_only(anchor: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss of eval mode, where no gradients are made: its `backward()` says so."""
-    if torch.is_grad_enabled() and "loss" in values:
-        return {**values, "loss": cast(Tensor, _ForwardOnly.apply(anchor, values["loss"]))}
-    return values
-
-
 def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> Any:
     """The model's own output; in training the loss, with the rest of the output around it."""
     if not train:
@@ -108,6 +89,12 @@ def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> A
     loss.own = form.fill(values, _not_gathered, rows)
     loss.named = {**{name: _not_gathered(name) for name in form.names}, **values}
     return loss
+
+
+def ends_of(output: Any) -> list[Tensor]:
+    """What a backward can begin at."""
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Outputs) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _not_gathered(name: str) -> Withheld:

@@ -52,6 +52,7 @@ class StageRunner:
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
         self.loss_scale = 1.0
+        self.live: set[str] = set()  # values that lead to what backward begins at
 
     @property
     def params(self) -> list[str]:
@@ -142,14 +143,15 @@ class StageRunner:
     def _gather_again(self, placed: PlacedBlock) -> None:
         self.store.gather([h for h in placed.gathered if h.leaf.untyped_storage().size() == 0])
 
-    def backward(self, micro_batch: int, grads: Values) -> Values:
-        """Backward of a micro-batch; returns the gradients of what arrived."""
+    def backward(self, micro_batch: int, grads: Values | None) -> Values:
+        """Backward of a micro-batch; returns the gradients of what arrived. Without `grads` it
+        begins at the loss."""
         arrived, left = self.kept.pop(micro_batch)
-        if self.outputs:
-            left = {"loss": left["loss"]}
+        if grads is None:
             grads = {"loss": torch.full_like(left["loss"], self.loss_scale)}
         pairs = [(v, grads[name]) for name, v in left.items()
-                 if isinstance(v, Tensor) and v.requires_grad]
+                 if name in grads and self.outputs.get(name, name) in self.live
+                 and isinstance(v, Tensor) and v.requires_grad]
         torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
         for held in (held for cell in self.placed for held in cell.gathered):
             if held.leaf.untyped_storage().size():
@@ -159,7 +161,7 @@ class StageRunner:
             for name, value in arrived.items() if value.requires_grad
         }
 
-    def backward_input(self, micro_batch: int, grads: Values) -> Values:
+    def backward_input(self, micro_batch: int, grads: Values | None) -> Values:
         """The part of backward that the stage before waits for; weight gradients of linears wait.
         If the stage recomputes, it is all of it (see `Plan.whole`)."""
         queue = self.queues[micro_batch] = WeightQueue()

@@ -184,14 +184,12 @@ def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
 
 
 def _signature(graph: fx.Graph) -> str:
-    """Text that is equal for blocks that compute the same, under any names of parameters."""
+    """Text that is equal for blocks that compute the same, from slots of the same names."""
     index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
-        target = "" if node.op == "placeholder" else str(node.target)
-        role = str(node.target)[0] if node.op == "placeholder" else ""
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: index[n])
-        lines.append(f"{node.op}{role} {target} {args} {info_of(node)}")
+        lines.append(f"{node.op} {node.target} {args} {info_of(node)}")
     return "\n".join(lines)
 
 

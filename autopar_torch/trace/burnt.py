@@ -21,6 +21,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 PLAIN = (int, float, bool, str, type(None))
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
+# Settings of transformers that no forward reads: `save_pretrained` writes them, on one rank alone.
+_UNREAD = frozenset({"use_cache", "architectures", "dtype"})
 _LIBRARIES = ("torch.", "transformers.")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
@@ -144,7 +146,7 @@ class Burnt:
             yield (name, "requires_grad"), f"{tensor.requires_grad} {self._number(tensor)}"
         for i, config in enumerate(self._configs(modules).values()):
             for key, value in config.items():
-                if is_plain(value) and key != "use_cache":
+                if is_plain(value) and key not in _UNREAD:
                     yield (f"config {i}", key), self._shown(value)
 
     def _shown(self, value: Any) -> str:

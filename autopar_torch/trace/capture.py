@@ -72,17 +72,13 @@ class _Flat(nn.Module):
 
 
 def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """What is wanted; all that there is, where it is to be a loss and that is made outside."""
     missing = [name for name in wanted if name not in named]
-    if "loss" in missing:
-        raise PlanError(
-            f"the model returns no loss, only {', '.join(named) or 'nothing'}", where="forward",
-            fix="return a scalar loss, or pass loss_fn=lambda output, target: ... to "
-            "parallelize and target=... with the batch",
-        )
-    if missing:
-        raise PlanError(f"the model returns no {', '.join(missing)}, only {', '.join(named)}",
-                        where="outputs=")
-    return wanted
+    if not named or any(name != "loss" for name in missing):
+        raise PlanError(f"the model returns no {', '.join(missing)}, only "
+                        f"{', '.join(named) or 'nothing'}",
+                        where="outputs=" if named else "forward")
+    return tuple(named) if missing else wanted
 
 
 def first_names(model: nn.Module) -> dict[int, str]:

@@ -1,0 +1,1 @@
+"""Trainers of other libraries, for models of this one. Import the one that you use."""

@@ -1,0 +1,252 @@
+"""One call of a traced model under the plan: this rank's rows through its stages.
+
+A model that returns its loss runs the whole schedule at once. Where the loss is made outside, all
+forwards run first, and the backwards when the gradients of the outputs are known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PlanError, RunError
+from ..model import ModelGraph
+from ..plan import Plan
+from ..schedule import Schedule, rest
+from ..shard.collectives import arrive
+from ..trace.call import Call
+from .batches import Settle
+from .executor import Executor, Mail
+from .handover import LossScale, Upstream, hand_over, promise
+from .nonfinite import NonFinite
+from .params import ParamStore, Reducer
+from .program import Program
+from .record import Recorder, Silent
+from .sharded import local
+from .stage import Values
+from .world import World
+
+log = logging.getLogger("autopar_torch")
+_ALIKE = 0.02  # by which norms of one gradient may differ: ranks may add up in another order
+COSTS = ("the loss is made outside of the model: all micro-batches of a step are kept until its "
+         "backward (as under GPipe), and whole outputs go to every rank. A model that returns its "
+         "loss, or parallelize(..., loss_fn=) with target=, needs less")
+
+
+class Planned(Protocol):
+    """What a step needs of the model that it is a step of."""
+
+    world: World
+    device: torch.device
+    graph: ModelGraph
+    replica: int
+    training: bool
+    anchor: Tensor
+    reducer: Reducer
+    recorder: Recorder | Silent
+    non_finite: NonFinite
+    loss_scale: LossScale
+    num_steps: int
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def store(self) -> ParamStore: ...
+    @property
+    def speaks(self) -> bool: ...
+    def begin_step(self) -> None: ...
+
+
+class RankStep:
+    """Made when a call begins; it ends with the backward, where there is one."""
+
+    def __init__(self, parallel: Planned, program: Program, call: Call,
+                 tensors: list[Tensor], settle: Settle) -> None:
+        self.parallel, self.program, self.call, self.tensors = parallel, program, call, tensors
+        self.world, self.recorder = parallel.world, parallel.recorder
+        plan = parallel.plan
+        spans = plan.micro_batches(call.num_rows)
+        self.idle = plan.zero == 3 and not spans[parallel.replica]
+        if plan.zero == 3:  # a replica without rows runs one that does not count
+            spans = [span or [(0, 1)] for span in spans]
+        self.rows = spans[parallel.replica]
+        self.in_step = len({len(span) for span in spans}) == 1
+        self.speaks = parallel.speaks and not self.idle
+        self._refuse_idle()
+        try:
+            with self.recorder.computing("batch"):
+                self.whole = program.prologue.for_batch(call, tensors)
+        finally:
+            settle()  # before this step's first message
+
+    def _refuse_idle(self) -> None:
+        """Batch statistics are joined over replicas, of which none may have nothing to add."""
+        num_rows, replicas = self.call.num_rows, self.parallel.plan.replicas
+        joined = any(kind.couples_rows for kind in self.parallel.graph.kinds.values())
+        if joined and num_rows < len(replicas):
+            raise PlanError(
+                f"{num_rows} row(s) for {len(replicas)} replicas, which join the "
+                "statistics of batches", where="the batch",
+                fix="give at least a row for each, or use fewer replicas",
+            )
+
+    # --- the ways to run ------------------------------------------------------------------------
+
+    def evaluated(self) -> Values:
+        """Forwards only; nothing is kept."""
+        return self._outputs()
+
+    def trained(self, scale: float) -> Values:
+        """The whole schedule. The loss hands over gradients that have been made."""
+        parallel = self.parallel
+        parallel.begin_step()
+        for runner in self.program.stages.values():
+            runner.loss_scale = 0.0 if self.idle else scale
+            runner.live = self.program.traced.graph.leading_to(("loss",))
+        values = self._outputs(back=True)
+        parts = {self.rows[mb]: value["loss"] for mb, value in self.executor.results.items()}
+        parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"],
+                                  parts if self.speaks else {})
+        tensors = parallel.store.tensors
+        grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
+        loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale)
+        return {"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)}
+
+    def promised(self) -> Values:
+        """Forwards; the backwards run when gradients of the outputs come."""
+        parallel = self.parallel
+        if parallel.training:
+            parallel.begin_step()
+            if self.world.rank == 0:
+                _tell_costs()
+        values = self._outputs(keep=True)
+        self.versions = parallel.store.versions()
+        params = {name: t for name, t in parallel.store.tensors.items() if t.requires_grad}
+        ends = {name: x for name, x in values.items() if self.program.info(name).grad}
+
+        def finish(upstream: Upstream) -> list[Tensor | None]:
+            with (self.world.doing("backward"), torch.enable_grad(),
+                  torch.autocast(parallel.device.type, enabled=False)):
+                grads = self._backwards(upstream)
+            return [grads.get(name) for name in params]
+
+        return {**values, **promise(parallel.anchor, ends, list(params.values()), finish)}
+
+    # --- what they share ------------------------------------------------------------------------
+
+    @cached_property
+    def executor(self) -> Executor:
+        replica = self.parallel.plan.replicas[self.parallel.replica]
+        mail = Mail(self.world, replica, self.parallel.device)
+        return Executor(self.program.stages, replica, mail, self.parallel.reducer, self.recorder)
+
+    @cached_property
+    def _context(self) -> Callable[[int], dict[str, Any]]:
+        @cache
+        def context(mb: int) -> dict[str, Any]:
+            return self.program.prologue.for_rows(self.call, self.tensors, self.whole,
+                                                  *self.rows[mb])
+
+        return context
+
+    def _run(self, actions: Schedule, train: bool,
+             share: Callable[[dict[int, Values]], None]) -> None:
+        position = actions.position_of[min(self.program.stages)]
+        self.executor.run(actions, position, self.rows, self._context, train, share)
+
+    def _outputs(self, *, back: bool = False, keep: bool = False) -> Values:
+        """What the model returns, on all ranks, from forwards; `back`: and the backwards are done,
+        `keep`: what these need is kept."""
+        parallel, program = self.parallel, self.program
+        with self.recorder.computing("refresh"):
+            parallel.store.refresh()
+        if back:
+            parallel.reducer.begin(self.in_step)
+        values: Values = {}
+        sums: list[Any] = []
+
+        def share(parts: dict[int, Values]) -> None:
+            mine = parts if self.speaks else {}
+            values.update(program.addends(mine, self.rows, self.call.num_rows, parallel.device))
+            sums.extend(work for x in values.values() for work in self.world.start_sum(x))
+
+        self._run(program.schedule(len(self.rows), back), back or keep, share)
+        if back:
+            with self.recorder.computing("pack"):
+                parallel.reducer.launch_rest()
+        with self.recorder.exchanging("outputs"):
+            arrive(sums)
+        return values
+
+    def _backwards(self, upstream: Upstream) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters, from those of the whole outputs."""
+        parallel, program = self.parallel, self.program
+        self._check_alike(upstream)
+        if parallel.store.versions() != self.versions:
+            raise RunError("a parameter was changed between forward and backward",
+                           where="backward", fix="call optimizer.step() after the backward() of "
+                           "all that was computed before")
+        last = len(parallel.plan.replicas[parallel.replica].stages) - 1
+        if last in program.stages:
+            for mb, rows in enumerate(self.rows):
+                self.executor.values[last, "B", mb] = {
+                    name: program.portion(name, grad * (not self.idle), rows, self.call.num_rows)
+                    for name, grad in upstream.items()}
+        for runner in program.stages.values():
+            runner.live = self.program.traced.graph.leading_to(upstream)
+        parallel.reducer.begin(self.in_step)
+        self._run(rest(program.schedule(len(self.rows), True, "gpipe")), True, lambda _: None)
+        parallel.reducer.launch_rest()
+        return self._finish_grads(tuple(upstream))
+
+    def _check_alike(self, upstream: Upstream) -> None:
+        """All ranks must be here, with the same gradients; they meet in a group of its own."""
+        if self.world.size == 1:
+            return
+        norm = torch.stack([g.detach().double().norm() for g in upstream.values()]).norm()
+        ends = torch.stack([norm, -norm])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.world.aside)
+        most, least = ends[0].item(), -ends[1].item()
+        if most - least > _ALIKE * most:
+            raise RunError(
+                f"the gradients of the outputs differ between ranks: their norms are {least:.3g} "
+                f"to {most:.3g}", where="backward of a loss outside of the model",
+                fix="compute the same loss of the whole outputs on every rank: with the global "
+                "targets, and the same random numbers")
+
+    def _finish_grads(self, given: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Gradients by parameter, on all ranks of the same parameters: all that got any; `given`:
+        the outputs from which they come."""
+        parallel, known = self.parallel, self.program.reached
+        with self.recorder.exchanging("reduce"):
+            sums = parallel.reducer.finish()
+        tensors = parallel.store.tensors
+        if given not in known:
+            everyone = self.world.gather(parallel.reducer.reached)
+            known[given] = [name for name in tensors if any(name in names for names in everyone)]
+        return {name: sums[name] if name in sums else torch.zeros_like(local(tensors[name]))
+                for name in known[given]}
+
+
+def _not_for_losses(anchor: Tensor, values: Values, program: Program) -> Values:
+    """Outputs beside a loss, whose backwards have run: nothing more can be made of them."""
+
+    def refuse(_: Upstream) -> list[Tensor | None]:
+        raise RunError("backward() of an output of a model that returns its loss",
+                       where="outputs=, in training", fix="add what you make of it to the loss "
+                       "inside the model, or call the model so that it returns no loss and compute "
+                       "all of it outside; detach() the output if it needs no gradient")
+
+    ends = {name: x for name, x in values.items() if program.info(name).grad}
+    return {**values, **promise(anchor, ends, (), refuse)} if ends else values
+
+
+@cache
+def _tell_costs() -> None:
+    log.warning(COSTS)

@@ -1,0 +1,96 @@
+"""The scripts under examples/: the same numbers as in one process without the library."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import autopar_torch as ap
+import claims
+import nets
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+PLANS = {"dp2": nets.DP2, "tp2": nets.TP2, "pp2": nets.PP2, "zero3": nets.ZERO3}
+
+
+def numbers(name: str, *flags: str, plan: dict[str, int] | None = None,
+            plain: bool = False) -> list[float]:
+    """What the `main` of an example returns, under a plan."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        if plan is not None:
+            file = Path(folder, "plan.json")
+            ap.Plan.uniform(**plan).save(file)
+            patch.setenv("AUTOPAR_PLAN", str(file))
+        main = importlib.import_module(name).main
+        return [float(x) for x in main([*flags, *["--plain"] * plain])]
+
+
+def same(name: str, *flags: str, plans: tuple[str, ...] = ("dp2", "tp2", "pp2"),
+         saves: bool = False) -> None:
+    """Numbers as in one process without the library; `saves`: into a folder that all ranks know."""
+    with alone(), tempfile.TemporaryDirectory() as own:
+        want = numbers(name, *flags, *["--folder", own] * saves, plain=True)
+    for plan in plans:
+        folders: list[str | None] = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folders)
+        got = numbers(name, *flags, *["--folder", str(folders[0])] * saves, plan=PLANS[plan])
+        worst = max(abs(a - b) / max(1, abs(b)) for a, b in zip(got, want, strict=True))
+        assert worst <= 1e-6, f"{name} under {plan}: {worst:.1e}"
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """As without torchrun: trainers look at what that has set."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            patch.delenv(variable)
+        patch.setattr(dist, "is_initialized", lambda: False)
+        yield
+
+
+def claim_mnist() -> None:
+    same("mnist", "--dropout", "0", "--rows", "130", "--epochs", "1")
+
+
+def claim_nanogpt() -> None:
+    same("nanogpt", "--steps", "6", plans=("pp2",))
+
+
+def claim_trainer() -> None:
+    same("hf_trainer", plans=("zero3",), saves=True)
+
+
+def slow_claim_trainer() -> None:
+    same("hf_trainer", plans=("dp2", "tp2", "pp2"), saves=True)
+
+
+def slow_claim_nanogpt() -> None:
+    same("nanogpt")
+
+
+def slow_claim_accelerate() -> None:
+    same("run_clm", plans=("dp2", "tp2", "pp2"), saves=True)
+
+
+def slow_claim_plans_that_are_found() -> None:
+    for name, *flags in (["mnist", "--dropout", "0", "--rows", "130"], ["nanogpt"]):
+        want, got = numbers(name, *flags, plain=True), numbers(name, *flags)
+        assert all(abs(a - b) <= 1e-6 * max(1, abs(b)) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
+def test_on_2_ranks_slowly(name: str) -> None:
+    claims.hold(__name__, name)
