@@ -20,8 +20,9 @@ from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
-from .clean import flatten, has_rows, info_of
+from .clean import drop_no_ops, flatten, has_rows, info_of
 from .form import Form, LossFn
+from .functional import functionalize
 from .repeat import find_stacks, shortened
 
 
@@ -61,6 +62,8 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
+    drop_no_ops(flat)
+    functionalize(flat, captured.sources)
     check_sizes(flat)
     _merge_ties(flat, captured.sources)
     batch = [n for n in flat.find_nodes(op="placeholder")

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..errors import TraceError
 from ..model import ROWS, TensorInfo
 from ..shard.layout import PARTIAL, WHOLE, Layout
 from ..shard.rows import give_real_sizes, row_flow, rows_dim
 from ..shard.rules import flops, has_rule, has_tag, op_name
 from .capture import InputSource
-from .clean import _is_view, info_of, is_mutable
+from .clean import info_of, is_mutable
 
 _NUMBER = re.compile(r"^\d+$")
 SEEDED = torch.Tag.nondeterministic_seeded
@@ -59,16 +58,7 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource]) -> set[fx.Node]
         elif node.op == "call_function" and (
                 has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
             main.add(node)
-            _refuse_write_to_view(node)
     return {node for node in main if node.op == "call_function"}
-
-
-def _refuse_write_to_view(node: fx.Node) -> None:
-    base = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if base is not None and is_mutable(node) and op_name(node) != "batch_norm" and _is_view(base):
-        raise TraceError(f"{op_name(node)} writes into a view of a computed value",
-                         where=node.meta.get("module", ""),
-                         fix="assign the result to a new tensor instead")
 
 
 def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
