@@ -213,5 +213,5 @@ def _data(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("body", [_detached, _data])
 def test_what_cannot_be_a_value_is_refused_with_the_line(body: Body) -> None:
     captured = _captured(body)[1]
-    with pytest.raises(TraceError, match="test_functional.py.*line"):
+    with pytest.raises(TraceError, match=r"test_functional.py.*line"):
         _functional(captured)
