@@ -168,8 +168,9 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
         programs.setdefault(name, piece.graph)
         kinds[name] = _kind(name, piece, found, kinds.get(name))
         unruled |= set(found.unruled)
-    blocks = tuple(Block(p.name, names[p.signature], p.inputs, p.context, p.params, p.outputs)
-                   for p in pieces)
+    blocks = tuple(Block(p.name, name, p.inputs, p.context,
+                         dict(zip(kinds[name].params, p.params.values(), strict=True)), p.outputs)
+                   for p in pieces for name in (names[p.signature],))
     outputs = _outputs(pieces, flat, captured)
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}

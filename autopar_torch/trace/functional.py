@@ -92,6 +92,11 @@ class _Writes:
         memory = node.meta.get("memory", frozenset())
         bases = [n for n in node.all_input_nodes if memory & n.meta.get("memory", frozenset())]
         owners = {self.root.get(base, base) for base in bases}
+        way = f"{node.target} {node.args} {node.kwargs}"
+        if node.target is operator.getitem and bases and bases[0] not in self.aliases:
+            if self.views.setdefault(way, node) is not node:  # a new tensor, taken once more
+                node.replace_all_uses_with(self.views[way])
+            return
         if not bases or self._is_own(node, owners):
             return
         if len(owners) > 1:
@@ -100,7 +105,7 @@ class _Writes:
         self.aliases[node] = _Alias(bases[0], node.args, node.kwargs)
         self.root[node] = root
         self.families.setdefault(root, []).append(node)
-        version, way = self.version.get(root, 0), f"{node.target} {node.args} {node.kwargs}"
+        version = self.version.get(root, 0)
         at, known = self.seen.get(self.views.get(way, node), (0, node))
         self.seen[node] = (version, known if version and at == version else node)
         self.views[way] = node
