@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import TraceError
+from ..errors import AutoparError, TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from . import losses
 from .apart import mixing
@@ -50,14 +51,30 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
                                "wanted": wanted, "shapes": known, "dtype": dtype}
     if stacks := find_stacks(model):
         # A shortened stack may break code that counts its layers; then all are traced.
-        with contextlib.suppress(TraceError):
+        with contextlib.suppress(TraceError), _told():
             with shortened(model, stacks):
                 captured = capture(model, call, **options)
             pieces, flat = _cut(captured, known)
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known)
-    captured = capture(model, call, **options)
-    return _assemble(*_cut(captured, known), captured, known)
+    with _told():
+        captured = capture(model, call, **options)
+        return _assemble(*_cut(captured, known), captured, known)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Whatever a pass over the graph stumbles on: the model cannot be traced."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise TraceError(f"{last.name} stopped: {type(error).__name__}: {error}",
+                         where=f"{last.filename}:{last.lineno}: {last.line}",
+                         fix="leave plan= and constraints= out to train with data parallelism, and "
+                         "report this") from error
 
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .effects import Effects, attributes_set, refuse_functions
 from .form import Form, LossFn, outputs_of
 
 _PREFIX = "model."
+MOST_OPS, MOST_SECONDS = 200_000, 900.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,29 @@ def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
     }
 
 
+class _TooLongError(RuntimeError):
+    """The trace would hardly end."""
+
+
+def _limited() -> contextlib.AbstractContextManager[None]:
+    """So many ops and seconds for a trace: loops are written out step by step."""
+    plain, num_ops, end = FakeTensorMode.dispatch, 0, time.monotonic() + MOST_SECONDS
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal num_ops
+        num_ops += 1
+        if num_ops > MOST_OPS or time.monotonic() > end:
+            raise _TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
+                                f"{MOST_SECONDS:.0f} s to trace")
+        if func is torch.ops.aten.unbind.int:
+            size = args[0].shape[args[1] if len(args) > 1 else 0]
+            if size and size % ROWS == 0:
+                raise _TooLongError("forward goes through the batch row by row")
+        return plain(mode, func, types, args, kwargs or {})
+
+    return attributes_set(FakeTensorMode, dispatch=dispatch)
+
+
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device,
                 shapes: dict[str, ParamInfo],
@@ -155,17 +180,19 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen()):
+          call.surroundings(device), flat.effects.seen(), _limited()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
+            long = isinstance(error, _TooLongError)
             raise TraceError(
-                f"torch.export stopped: {type(error).__name__}: {line}",
+                line if long else f"torch.export stopped: {type(error).__name__}: {line}",
                 where=user_line(error),
-                fix="avoid data-dependent Python control flow in forward",
+                fix="where the sequence comes first, and the batch second, say batch_dim=1" if long
+                else "avoid data-dependent Python control flow in forward",
             ) from error
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:
