@@ -21,7 +21,7 @@ def row_flow(graph: fx.Graph, carries: dict[fx.Node, Layout]) -> tuple[dict[fx.N
     are linear in such sums keep it.
     """
     flow, coupled = dict(carries), []
-    options = strategies(graph)
+    options = strategies(graph, carries)
     for node, choices in options.items():
         op = ShapedOp(node)
         have = tuple(flow.get(n, WHOLE) for n in op.inputs)

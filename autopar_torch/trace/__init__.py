@@ -15,6 +15,8 @@ from torch import Tensor, fx, nn
 
 from ..errors import AutoparError, TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
+from ..shard.layout import PARTIAL, Layout, Split
+from ..shard.rows import row_flow, rows_dim
 from . import losses
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
@@ -40,6 +42,7 @@ class Traced:
     rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
     form: Form  # the structure of what the model returns
     reads: frozenset[Read]  # attributes of modules that decided what was traced
+    outers: dict[str, int]  # output -> in how many parts of its dim there are all rows
 
 
 def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
@@ -172,15 +175,17 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
     unruled: set[str] = set()
-    known_traits: dict[tuple[str, tuple[str, ...]], Traits] = {}
-    summed: set[str] = set()  # values that are sums over the rows
+    known_traits: dict[Any, Traits] = {}
+    prologue = _prologue(flat, pieces)
+    rows: dict[str, Layout] = _rows_of(prologue)  # where the rows of a value are
     for piece in pieces:
-        sums = tuple(slot for slot, value in piece.inputs.items() if value in summed)
-        key = (piece.signature, sums)
+        given = {**piece.inputs, **piece.context}.items()
+        known_rows = tuple((slot, rows[value]) for slot, value in given if value in rows)
+        key = (piece.signature, known_rows)
         if key not in known_traits:
-            known_traits[key] = traits(piece.graph, sums)
+            known_traits[key] = traits(piece.graph, known_rows)
         found = known_traits[key]
-        summed |= {v for v, own in zip(piece.outputs.values(), found.summed, strict=True) if own}
+        rows |= zip(piece.outputs.values(), found.rows, strict=True)
         name = names.setdefault(piece.signature, f"kind{len(names)}")
         programs.setdefault(name, piece.graph)
         kinds[name] = _kind(name, piece, found, kinds.get(name))
@@ -191,13 +196,23 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     outputs = _outputs(pieces, flat, captured)
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
-    added = tuple(name for name, value in outputs.items() if value in summed)
-    prologue = _prologue(flat, pieces)
+    added = tuple(name for name, value in outputs.items() if rows.get(value) == PARTIAL)
     rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
+    outers = {name: layout.outer for name, value in outputs.items()
+              if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless, captured.form, captured.reads)
+                  rowless, captured.form, captured.reads, outers)
+
+
+def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:
+    """Where the rows of its values are: not always in front, where a sequence comes first."""
+    given = {n: rows_dim(info_of(n).shape) for n in prologue.find_nodes(op="placeholder")}
+    flow, _ = row_flow(prologue, given)
+    for node, layout in flow.items():
+        node.meta["rows"] = layout
+    return {node.name: layout for node, layout in flow.items() if layout != PARTIAL}
 
 
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:

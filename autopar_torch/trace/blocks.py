@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..model import ROWS, TensorInfo
-from ..shard.layout import PARTIAL, WHOLE, Layout
+from ..shard.layout import WHOLE, Layout
 from ..shard.rows import give_real_sizes, row_flow, rows_dim
 from ..shard.rules import flops, has_rule, has_tag, op_name
 from .capture import InputSource
@@ -190,25 +190,25 @@ class Traits(NamedTuple):
     flops_per_row: float
     unruled: tuple[str, ...]  # ops without a rule
     mutates: bool  # buffers change
-    summed: tuple[bool, ...]  # per output: whether it is a sum over the rows
+    rows: tuple[Layout, ...]  # per output: where its rows are; P: it is a sum over them
 
 
-def traits(graph: fx.Graph, sums: Collection[str] = ()) -> Traits:
-    """`sums`: slots of inputs that are sums over the rows."""
+def traits(graph: fx.Graph, known: Collection[tuple[str, Layout]] = ()) -> Traits:
+    """`known`: where the rows of some slots are, or P for sums over them."""
     carries: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_param = str(node.target).startswith("w_")
             plain = WHOLE if is_param else rows_dim(info_of(node).shape)
-            carries[node] = PARTIAL if node.name in sums else plain
+            carries[node] = dict(known).get(node.name, plain)
     flow, coupled = row_flow(graph, carries)
     body = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n) for n in body) / ROWS
     unruled = {op_name(n) for n in body if not has_rule(n)} - {"add_"}
     mutates = any(is_mutable(n) for n in body)
     leaving: Any = graph.find_nodes(op="output")[0].args[0]
-    summed = tuple(flow.get(node) == PARTIAL for node in leaving)
-    return Traits(tuple(dict.fromkeys(coupled)), work, tuple(sorted(unruled)), mutates, summed)
+    rows = tuple(flow.get(node, WHOLE) for node in leaving)
+    return Traits(tuple(dict.fromkeys(coupled)), work, tuple(sorted(unruled)), mutates, rows)
 
 
 def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:

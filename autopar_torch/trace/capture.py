@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.nn.modules import transformer
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
@@ -108,6 +109,12 @@ class _TooLongError(RuntimeError):
     """The trace would hardly end."""
 
 
+def _masks_as_given() -> contextlib.AbstractContextManager[None]:
+    """torch's encoders look into a mask for whether it is causal, which is a hint and no more."""
+    return attributes_set(transformer, _detect_is_causal_mask=lambda _, is_causal=None, *__: bool(
+        is_causal))
+
+
 def _limited() -> contextlib.AbstractContextManager[None]:
     """So many ops and seconds for a trace: loops are written out step by step."""
     plain, num_ops, end = FakeTensorMode.dispatch, 0, time.monotonic() + MOST_SECONDS
@@ -180,7 +187,7 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen(), _limited()):
+          call.surroundings(device), flat.effects.seen(), _limited(), _masks_as_given()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
         except AutoparError:
