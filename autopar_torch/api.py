@@ -94,7 +94,7 @@ def parallelize(
             _take_up(parallel, call, tensors, given, _Request(limits, confirm, loss_fn, source))
 
     retrace = tracing.once(tracing.tracer(model, device, loss_fn, (given or limits).precision),
-                           place)
+                           place, model)
     parallel = ParallelModel(model, place, device, prepare, retrace, outputs, watched,
                              batch_dim)
     if size == 1:
@@ -179,7 +179,7 @@ def measure(
     place = world.World(rank, size)
     call, tensors = take_apart(*_as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision)
-    traced = tracing.once(own, place)(call, True, ("loss",))
+    traced = tracing.once(own, place, model)(call, True, ("loss",))
     with untouched(world.device()):
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
                                  world.device(), session.cluster_of(place), limits, seconds)

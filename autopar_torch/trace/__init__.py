@@ -17,7 +17,7 @@ from ..errors import AutoparError, TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
-from . import losses
+from . import leaves, losses
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
@@ -61,8 +61,10 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known)
     with _told():
-        captured = capture(model, call, **options)
-        return _assemble(*_cut(captured, known), captured, known)
+        captured = capture(model, call, **options, most_leaves=leaves.MOST)
+        found = _assemble(*_cut(captured, known), captured, known)
+    leaves.bind([*found.programs.values(), found.prologue], model)
+    return found
 
 
 @contextlib.contextmanager
@@ -82,6 +84,7 @@ def _told() -> Iterator[None]:
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
+    leaves.put_in(flat)
     drop_no_ops(flat)
     functionalize(flat, captured.sources)
     check_sizes(flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 import traceback
@@ -18,12 +19,14 @@ from torch.nn.modules import transformer
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
+from . import leaves
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
 from .effects import Effects, attributes_set, refuse_functions
 from .form import Form, LossFn, outputs_of
 
+log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
 MOST_OPS, MOST_SECONDS = 200_000, 900.0
 
@@ -178,8 +181,30 @@ def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: LossFn | None,
             wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-            dtype: torch.dtype | None = None) -> Captured:
-    """Export without running, `dtype` for parameters if given."""
+            dtype: torch.dtype | None = None, most_leaves: int = 0) -> Captured:
+    """Export without running, `dtype` for parameters if given. Modules that stop it become leaves,
+    unless they would have to be cast."""
+    paths: list[str] = []
+    why: dict[str, str] = {}
+    while True:
+        try:
+            with leaves.opaque(model, paths):
+                captured = _exported(model, call, device, loss_fn, wanted, shapes, dtype)
+        except TraceError as error:
+            path = leaves.culprit(model, error.__cause__)
+            if not path or path in why or len(why) >= most_leaves or dtype or call.autocast:
+                raise
+            why[path] = error.where
+            paths = [own for own in paths if not own.startswith(path + ".")] + [path]
+            continue
+        for path in paths:
+            log.warning("%s cannot be traced (%s), so it is computed whole", path, why[path])
+        return captured
+
+
+def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossFn | None,
+              wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
+              dtype: torch.dtype | None) -> Captured:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     told: list[tuple[tuple[str, ...], Form]] = []
     flat = _Flat(model, call, loss_fn, wanted, told.append, dtype)
