@@ -185,6 +185,7 @@ def _counts(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
         row = kept[1]
         kept[:, 0] = 3.0
         row += 1
+        torch.add(kept, 1, out=kept)
     return (x * w * kept.sum(0)).sum() + row.sum()
 
 

@@ -151,7 +151,10 @@ class _Writes:
         if torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
             self._reshape_itself(node, target)
         elif target is root and (kind in ("buffer", "const") or _twin(node) is None):
-            node.args, node.kwargs = (target, *args[1:]) if kind else args, kwargs
+            if kind:  # what is written stays the buffer itself
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: (
+                    target if n is target else self.value(n, node)))
+            node.args, node.kwargs = args, kwargs
             node.replace_all_uses_with(target)
             self._wrote(root, node)
             self._note_grad(node)
