@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import AutoparError, TraceError
 from ..model import ParamInfo
 from ..plan import Precision
-from ..trace import Traced, leaves, serialize, trace
+from ..trace import Traced, opaque, serialize, trace
 from ..trace.call import Call
 from ..trace.capture import describe_params, user_line
 from ..trace.form import LossFn
@@ -73,7 +73,7 @@ def once(own: Tracer, place: World, model: nn.Module) -> Tracer:
             found = serialize.unpack(place.agree(data))
         if isinstance(found, AutoparError):
             raise found from failed
-        leaves.bind([*found.programs.values(), found.prologue], model)
+        opaque.bind([*found.programs.values(), found.prologue], model)
         return found
 
     return retrace

@@ -17,7 +17,7 @@ from ..errors import AutoparError, TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo
 from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
-from . import leaves, losses
+from . import losses, opaque
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, traits
 from .burnt import Read
@@ -61,10 +61,8 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known)
     with _told():
-        captured = capture(model, call, **options, most_leaves=leaves.MOST)
-        found = _assemble(*_cut(captured, known), captured, known)
-    leaves.bind([*found.programs.values(), found.prologue], model)
-    return found
+        captured = capture(model, call, **options, most_opaque=opaque.MOST)
+        return _assemble(*_cut(captured, known), captured, known)
 
 
 @contextlib.contextmanager
@@ -84,7 +82,7 @@ def _told() -> Iterator[None]:
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
-    leaves.put_in(flat)
+    opaque.put_in(flat)
     drop_no_ops(flat)
     functionalize(flat, captured.sources)
     check_sizes(flat)

@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
-from . import leaves
+from . import opaque
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
@@ -112,6 +113,14 @@ class _TooLongError(RuntimeError):
     """The trace would hardly end."""
 
 
+class _DataSizeError(RuntimeError):
+    """A size depends on the data."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("a size depends on the data")
+        self.path = path
+
+
 def _masks_as_given() -> contextlib.AbstractContextManager[None]:
     """torch's encoders look into a mask for whether it is causal, which is a hint and no more."""
     return attributes_set(transformer, _detect_is_causal_mask=lambda _, is_causal=None, *__: bool(
@@ -181,18 +190,22 @@ def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: LossFn | None,
             wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-            dtype: torch.dtype | None = None, most_leaves: int = 0) -> Captured:
-    """Export without running, `dtype` for parameters if given. Modules that stop it become leaves,
+            dtype: torch.dtype | None = None, most_opaque: int = 0) -> Captured:
+    """Export without running, `dtype` for parameters if given. Modules that stop it become opaque,
     unless they would have to be cast."""
     paths: list[str] = []
     why: dict[str, str] = {}
     while True:
         try:
-            with leaves.opaque(model, paths):
+            with opaque.stood_in(model, paths):
                 captured = _exported(model, call, device, loss_fn, wanted, shapes, dtype)
         except TraceError as error:
-            path = leaves.culprit(model, error.__cause__)
-            if not path or path in why or len(why) >= most_leaves or dtype or call.autocast:
+            cause = error.__cause__
+            path = getattr(cause, "path", "") or opaque.culprit(model, cause)
+            if error.where in why or path in why:  # it cannot be opaque, or that was no help
+                path = opaque.above(model, path or error.where)
+            if (not path or len(why) >= most_opaque or dtype or call.autocast
+                    or isinstance(cause, _TooLongError)):
                 raise
             why[path] = error.where
             paths = [own for own in paths if not own.startswith(path + ".")] + [path]
@@ -215,6 +228,7 @@ def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossF
           call.surroundings(device), flat.effects.seen(), _limited(), _masks_as_given()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
+            _refuse_data_sizes(program.graph_module)
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
@@ -234,6 +248,21 @@ def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossF
             consts[source.name] = program.constants[spec.target]
     return Captured(program.graph, program.graph_module, sources, *told[-1], flat.effects.reads,
                     consts, dict(call.autocast).get(device.type))
+
+
+def _refuse_data_sizes(module: fx.GraphModule) -> None:
+    for graph in (own.graph for own in module.modules() if isinstance(own, fx.GraphModule)):
+        for node in graph.nodes:
+            for value in pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(value, Tensor) and not all(type(n) is int for n in value.shape):
+                    raise _DataSizeError(module_path(node))
+
+
+def module_path(node: fx.Node) -> str:
+    """The module that a node of an exported graph was traced in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
 
 
 def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Tensor, ...]:

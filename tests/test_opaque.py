@@ -86,11 +86,11 @@ def _trains(**plan: Any) -> None:
     torch.testing.assert_close(dict(model.state_dict()), plain.state_dict())
 
 
-def claim_what_is_around_a_leaf_is_split_in_a_tensor_group() -> None:
+def claim_what_is_around_an_opaque_module_is_split_in_a_tensor_group() -> None:
     _trains(tp=2)
 
 
-def claim_leaves_run_on_their_stages() -> None:
+def claim_opaque_modules_run_on_their_stages() -> None:
     _trains(pp=2)
 
 

@@ -24,7 +24,7 @@ MOST = 64  # modules
 FEW = (2, 3)  # rows to learn from
 
 
-class Leaf:
+class OpaqueModule:
     """Calls a module with the parameters that it is given; `bind` says which model it is of."""
 
     model: nn.Module | None
@@ -32,10 +32,10 @@ class Leaf:
     def __init__(self, path: str, names: Sequence[str], spec: pytree.TreeSpec,
                  leaves: Sequence[Any]) -> None:
         self.path, self.names, self.spec, self.leaves = path, tuple(names), spec, tuple(leaves)
-        self.__name__, self.model = "leaf", None
+        self.__name__, self.model = "opaque", None
 
     def __repr__(self) -> str:
-        return f"leaf({self.path}, {self.spec}, {self.leaves})"
+        return f"opaque({self.path}, {self.spec}, {self.leaves})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "model": None}
@@ -53,9 +53,9 @@ class Leaf:
 
 
 def bind(graphs: Sequence[fx.Graph], model: nn.Module) -> None:
-    """The leaves of a trace are modules of this model."""
+    """The opaque modules of a trace, which another rank may have made, are those of this model."""
     for node in (node for graph in graphs for node in graph.nodes):
-        if isinstance(node.target, Leaf):
+        if isinstance(node.target, OpaqueModule):
             node.target.model = model
 
 
@@ -77,24 +77,34 @@ def culprit(model: nn.Module, error: BaseException | None) -> str:
     return found
 
 
+def above(model: nn.Module, path: str) -> str:
+    """The next module around a module that has a forward; "" if that is the model."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path and type(model.get_submodule(path)).forward is not nn.Module.forward:
+            break
+    return path
+
+
 # --- while tracing ----------------------------------------------------------------------------
 
-_shapes: dict[str, tuple[Leaf, list[Any]]] = {}  # one call of a leaf -> (the leaf, its outputs)
+# One call of a module -> (what calls it, its outputs).
+_shapes: dict[str, tuple[OpaqueModule, list[Any]]] = {}
 
 
-@torch.library.custom_op("autopar_torch::leaf", mutates_args=())
-def _leaf(call: str, given: list[Tensor]) -> list[Tensor]:
+@torch.library.custom_op("autopar_torch::opaque", mutates_args=())
+def _stand_in_op(call: str, given: list[Tensor]) -> list[Tensor]:
     raise NotImplementedError("this op exists in traces only")
 
 
-@_leaf.register_fake
+@_stand_in_op.register_fake
 def _(call: str, given: list[Tensor]) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device)
             for shape, dtype, device in _shapes[call][1]]
 
 
 @contextlib.contextmanager
-def opaque(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+def stood_in(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     """These modules become one op each, wherever they are called."""
     modules = {path: model.get_submodule(path) for path in paths}
     try:
@@ -114,44 +124,43 @@ def _stand_in(model: nn.Module, path: str, module: nn.Module) -> Any:
         kept = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if strange := [x for x in kept if x is not Tensor and not isinstance(x, PLAIN)]:
             raise _refusal(path, f"is called with a {type(strange[0]).__qualname__}")
-        leaf = Leaf(path, list(state), spec, kept)
+        own = OpaqueModule(path, list(state), spec, kept)
         given, call = [*state.values(), *inputs], f"{path} {len(_shapes)}"
         infos = [(tuple(t.shape), t.dtype, t.device) for t in given]
         del module.forward
-        leaf.model = model
+        own.model = model
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                shapes, tree = _learn(leaf, infos)
+                shapes, tree = _learn(own, infos)
         finally:
-            leaf.model = None
             module.forward = forward  # type: ignore[method-assign]
-        _shapes[call] = leaf, shapes
-        made = iter(torch.ops.autopar_torch.leaf(call, given))
+        _shapes[call] = own, shapes
+        made = iter(torch.ops.autopar_torch.opaque(call, given))
         return pytree.tree_map_only(Tensor, lambda _: next(made), tree)
 
     return forward
 
 
-def _learn(leaf: Leaf, infos: Sequence[Any]) -> tuple[list[Any], Any]:
+def _learn(own: OpaqueModule, infos: Sequence[Any]) -> tuple[list[Any], Any]:
     """(shape, type, device) of the outputs in a trace, and their tree, from a run on few rows."""
-    if any(type(x) is int and x and x % ROWS == 0 for x in leaf.leaves):
-        raise _refusal(leaf.path, "is told the number of rows")
+    if any(type(x) is int and x and x % ROWS == 0 for x in own.leaves):
+        raise _refusal(own.path, "is told the number of rows")
     with torch.random.fork_rng(devices=[]):
         trees = []
         for rows in FEW:
             torch.manual_seed(0)
             given = [_made_up(shape, dtype, rows) for shape, dtype, _ in infos]
             state = torch.get_rng_state()
-            trees.append(leaf.tree(*given))
+            trees.append(own.tree(*given))
             if not torch.equal(state, torch.get_rng_state()):
-                raise _refusal(leaf.path, "draws random numbers")
+                raise _refusal(own.path, "draws random numbers")
     if any(not isinstance(x, Tensor | None) for x in pytree.tree_leaves(trees[0])):
-        raise _refusal(leaf.path, "returns more than tensors")
+        raise _refusal(own.path, "returns more than tensors")
     few, more = ([x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in trees)
     if len(few) != len(more) or any(a.dim() != b.dim() for a, b in zip(few, more, strict=True)):
-        raise _refusal(leaf.path, "returns what depends on the data")
+        raise _refusal(own.path, "returns what depends on the data")
     device = infos[0][2] if infos else torch.device("cpu")
-    return [(tuple(_traced(leaf, a, b) for a, b in zip(x.shape, y.shape, strict=True)), x.dtype,
+    return [(tuple(_traced(own, a, b) for a, b in zip(x.shape, y.shape, strict=True)), x.dtype,
              device) for x, y in zip(few, more, strict=True)], trees[0]
 
 
@@ -162,13 +171,13 @@ def _made_up(shape: Sequence[int], dtype: torch.dtype, rows: int) -> Tensor:
     return torch.randint(0, 2, sizes).to(dtype)
 
 
-def _traced(leaf: Leaf, few: int, more: int) -> int:
+def _traced(own: OpaqueModule, few: int, more: int) -> int:
     """The size of a trace that is so much for few rows, and for more."""
     if few == more:
         return few
     each = few // FEW[0]
     if (few, more) != (each * FEW[0], each * FEW[1]):
-        raise _refusal(leaf.path, "returns sizes that depend on the data")
+        raise _refusal(own.path, "returns sizes that depend on the data")
     return each * ROWS
 
 
@@ -178,9 +187,9 @@ def _refusal(path: str, what: str) -> TraceError:
 
 
 def put_in(graph: fx.Graph) -> None:
-    """The stand-ins of a trace become calls of their leaves."""
+    """The stand-ins of a trace become calls of their modules."""
     for node in graph.nodes:
-        if node.target is torch.ops.autopar_torch.leaf.default:
+        if node.target is torch.ops.autopar_torch.opaque.default:
             call, given = node.args
             node.target, node.args = _shapes[call][0], tuple(given)
     _shapes.clear()
