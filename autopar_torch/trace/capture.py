@@ -116,9 +116,9 @@ class _TooLongError(RuntimeError):
 class _DataSizeError(RuntimeError):
     """A size depends on the data."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, line: str) -> None:
         super().__init__("a size depends on the data")
-        self.path = path
+        self.path, self.line = path, line
 
 
 def _masks_as_given() -> contextlib.AbstractContextManager[None]:
@@ -195,24 +195,28 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
     unless they would have to be cast."""
     paths: list[str] = []
     why: dict[str, str] = {}
-    while True:
+    for tries_left in reversed(range(most_opaque + 1)):
         try:
             with opaque.stood_in(model, paths):
                 captured = _exported(model, call, device, loss_fn, wanted, shapes, dtype)
         except TraceError as error:
             cause = error.__cause__
             path = getattr(cause, "path", "") or opaque.culprit(model, cause)
-            if error.where in why or path in why:  # it cannot be opaque, or that was no help
-                path = opaque.above(model, path or error.where)
-            if (not path or len(why) >= most_opaque or dtype or call.autocast
+            path = path or (error.where if error.where in why else "")
+            while any(f"{path}.".startswith(f"{own}.") for own in why):  # that was no help
+                path = opaque.above(model, path)
+            if (not path or not tries_left or dtype or call.autocast
                     or isinstance(cause, _TooLongError)):
                 raise
-            why[path] = error.where
-            paths = [own for own in paths if not own.startswith(path + ".")] + [path]
+            found = opaque.alike(model, path)
+            why |= dict.fromkeys(found, error.where)
+            paths = [own for own in paths
+                     if not own.startswith(tuple(f"{new}." for new in found))] + found
             continue
         for path in paths:
             log.warning("%s cannot be traced (%s), so it is computed whole", path, why[path])
         return captured
+    raise AssertionError("the last try raises")
 
 
 def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossFn | None,
@@ -236,7 +240,7 @@ def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossF
             long = isinstance(error, _TooLongError)
             raise TraceError(
                 line if long else f"torch.export stopped: {type(error).__name__}: {line}",
-                where=user_line(error),
+                where=getattr(error, "line", "") or user_line(error),
                 fix="where the sequence comes first, and the batch second, say batch_dim=1" if long
                 else "avoid data-dependent Python control flow in forward",
             ) from error
@@ -255,7 +259,13 @@ def _refuse_data_sizes(module: fx.GraphModule) -> None:
         for node in graph.nodes:
             for value in pytree.tree_leaves(node.meta.get("val")):
                 if isinstance(value, Tensor) and not all(type(n) is int for n in value.shape):
-                    raise _DataSizeError(module_path(node))
+                    raise _DataSizeError(module_path(node), line_of(node))
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line, as far as export tells it."""
+    lines = (node.meta.get("stack_trace") or "").rstrip().split("\n")
+    return " ".join(line.strip() for line in lines[-2:])
 
 
 def module_path(node: fx.Node) -> str:

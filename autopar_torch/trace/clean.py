@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from ..errors import TraceError
 from ..model import TensorInfo
 from .autocast import spell_out
-from .capture import Captured, module_path
+from .capture import Captured, line_of, module_path
 
 aten = torch.ops.aten
 _CASTS = ("aten::to", "aten::alias", "aten::type_as")
@@ -82,7 +82,7 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozens
             new = graph.node_copy(node, lambda n: env[n])
             value = node.meta.get("val")
             new.meta = {"info": _info(value), "memory": _memory(value),
-                        "module": module_path(node), "line": _line_of(node)}
+                        "module": module_path(node), "line": line_of(node)}
             if autocast is not None:
                 spell_out(graph, node, new, autocast, _info)
             env[node] = new
@@ -128,12 +128,6 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     new = graph.call_function(aten.detach.default, (value,))
     new.meta = dict(value.meta)
     return new
-
-
-def _line_of(node: fx.Node) -> str:
-    """The user's line, as far as export tells it."""
-    lines = (node.meta.get("stack_trace") or "").rstrip().split("\n")
-    return " ".join(line.strip() for line in lines[-2:])
 
 
 def drop_no_ops(graph: fx.Graph) -> None:

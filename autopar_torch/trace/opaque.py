@@ -20,7 +20,7 @@ from ..errors import TraceError
 from ..model import ROWS, at_rows
 from .burnt import PLAIN
 
-MOST = 64  # modules
+MOST = 16  # tries, with more and more opaque modules
 FEW = (2, 3)  # rows to learn from
 
 
@@ -84,6 +84,16 @@ def above(model: nn.Module, path: str) -> str:
         if path and type(model.get_submodule(path)).forward is not nn.Module.forward:
             break
     return path
+
+
+def alike(model: nn.Module, path: str) -> list[str]:
+    """A module and all others of its class, unless that is torch's own: each try costs a trace."""
+    kind = type(model.get_submodule(path))
+    if kind.__module__.startswith("torch."):
+        return [path]
+    found = [name for name, own in model.named_modules() if name and type(own) is kind]
+    return [name for name in found
+            if not any(name.startswith(f"{other}.") for other in found)]
 
 
 # --- while tracing ----------------------------------------------------------------------------
