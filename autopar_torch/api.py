@@ -16,7 +16,7 @@ from .errors import PlanError, TraceError
 from .find import choose, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
-from .limits import Count, Seconds
+from .limits import Count, Index, Seconds
 from .plan import Plan, Precision, check, fit, load_plan
 from .profile import QUICK_S
 from .run import agree, doors, fallback, shardings, tracing, verify, world
@@ -52,6 +52,7 @@ def parallelize(
     init_seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
     guards: Guards | Mapping[str, Any] | None = None,
+    batch_dim: int = 0,
 ) -> ParallelModel:
     """The one new line: the model, trained on everything that torchrun started.
 
@@ -64,8 +65,10 @@ def parallelize(
     less memory. `outputs` names what else to return besides the loss.
     A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
     a checkpoint folder) or from its own initialisation with `init_seed`. `guards` says what is
-    watched while training (see Guards).
+    watched while training (see Guards). `batch_dim=1` serves models whose inputs have the
+    sequence first and the rows of the batch in dim 1.
     """
+    files.checked(batch_dim, Index, "batch_dim")
     rank, size = world.start()
     device = world.device()
     watched = files.checked({} if guards is None else guards, Guards, "guards")
@@ -73,7 +76,7 @@ def parallelize(
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
-                      weights=weights is not None,
+                      batch_dim=batch_dim, weights=weights is not None,
                       example_inputs=example_inputs is not None)
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
@@ -94,10 +97,10 @@ def parallelize(
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
                              limits.batch_statistics == "local")
-        return tracing.once(own, place)
+        return tracing.once(own, place, module)
 
     parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, outputs,
-                             watched)
+                             watched, batch_dim)
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -117,6 +120,7 @@ def plan(
     precision: Precision | None = None,
     constraints: Given = None,
     loss_fn: LossFn | None = None,
+    batch_dim: int = 0,
 ) -> Result:
     """The fastest plan for machines that need not be here: `.plan`, and how it was found.
 
@@ -126,17 +130,19 @@ def plan(
     is the number of rows of a step, by default those of `example_inputs`.
     """
     asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
-                 precision=precision, constraints=constraints, loss_fn=loss_fn)
+                 precision=precision, constraints=constraints, loss_fn=loss_fn,
+                 batch_dim=batch_dim)
     known = measuring.Known(tuple(asked.options), asked.profile)
     return choose.best(asked.graph, known, asked.num_rows, asked.limits)
 
 
 def case(model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
          global_batch_size: int | None = None, precision: Precision | None = None,
-         constraints: Given = None, loss_fn: LossFn | None = None) -> Case:
+         constraints: Given = None, loss_fn: LossFn | None = None, batch_dim: int = 0) -> Case:
     """The search that `plan` makes, kept so that `why` can repeat it with something changed."""
     limits = _limits(constraints, precision)
-    traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size)
+    traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size,
+                               batch_dim)
     limits = _possible(limits, traced, tell=True)
     known = offline.known_of(traced, num_rows, cluster, limits)
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
@@ -150,11 +156,13 @@ def simulate(
     *,
     global_batch_size: int | None = None,
     loss_fn: LossFn | None = None,
+    batch_dim: int = 0,
 ) -> Timeline:
     """One step under a plan, on machines that need not be here (as in `plan`)."""
     given = _given(plan)
     traced, num_rows = _traced(model, example_inputs, loss_fn,
-                               Constraints(precision=given.precision), global_batch_size)
+                               Constraints(precision=given.precision), global_batch_size,
+                               batch_dim)
     whole, profile = offline.profile_for(given, traced, num_rows, cluster)
     return simulated(whole, traced.graph, profile, num_rows)
 
@@ -167,16 +175,17 @@ def measure(
     constraints: Given = None,
     seconds: float = QUICK_S,
     loss_fn: LossFn | None = None,
+    batch_dim: int = 0,
 ) -> measuring.Known:
     """Measure what planning for this model needs to know of the machines that torchrun started.
     With more `seconds` than usual, recomputing is measured even if no close plan does it."""
     limits, seconds = _limits(constraints, precision), files.checked(seconds, Seconds, "seconds")
     rank, size = world.start()
     place = world.World(rank, size)
-    call, tensors = take_apart(*_as_call(example_inputs))
+    call, tensors = take_apart(*_as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    traced = tracing.once(own, place)(call, True, ("loss",))
+    traced = tracing.once(own, place, model)(call, True, ("loss",))
     with untouched(world.device()):
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
                                  world.device(), session.cluster_of(place), limits, seconds)
@@ -186,11 +195,11 @@ def measure(
 
 
 def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Constraints,
-            num_rows: int | None) -> tuple[Traced, int]:
+            num_rows: int | None, batch_dim: int) -> tuple[Traced, int]:
     """The model, and the rows of a step: as asked for, else those of the example."""
     if num_rows is not None:
         files.checked(num_rows, Count, "global_batch_size")
-    call, _ = take_apart(*_as_call(example))
+    call, _ = take_apart(*_as_call(example), batch_dim)
     if not isinstance(model, nn.Module):
         raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, limits.precision,

@@ -56,12 +56,13 @@ def _fixed_step(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world
     """What a step does once, whatever its stages: it takes the batch apart, runs the prologue
     and an empty schedule, and hands over no gradients (see `run/model.py`)."""
     args, kwargs = call.rebuild(tensors)
+    batch_dim = max((dim for dim in call.rows_dims if dim is not None), default=0)
     anchor = torch.zeros((), device=device, requires_grad=True)
     nothing, alone = Schedule(((),), ()), Replica(())
     programs = {call.key: prologue}
 
     def work() -> None:
-        taken, given = take_apart(args, kwargs)
+        taken, given = take_apart(args, kwargs, batch_dim)
         whole = programs.get(taken.key, prologue).for_batch(taken, given)
         executor = Executor({}, alone, Mail(world, alone, device), None, SILENT)
         executor.run(nothing, 0, (), lambda *_: whole, True, lambda _: None)

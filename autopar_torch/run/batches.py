@@ -29,8 +29,8 @@ Settle = Callable[[], None]
 class SameBatch:
     """Compares the calls of one model over all ranks."""
 
-    def __init__(self, world: World, on: bool) -> None:
-        self.world, self.on = world, on and world.size > 1
+    def __init__(self, world: World, on: bool, batch_dim: int) -> None:
+        self.world, self.on, self.batch_dim = world, on and world.size > 1, batch_dim
         self.num_calls = 0
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool,
@@ -42,7 +42,7 @@ class SameBatch:
         """
         self.num_calls += 1
         try:
-            call, tensors = take_apart(args, kwargs)
+            call, tensors = take_apart(args, kwargs, self.batch_dim)
         except TraceError as error:
             self._asked({"arguments": error.what}, {})()  # the other ranks wait for an answer
             raise

@@ -49,7 +49,7 @@ class ParallelModel(nn.Module):
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
                  retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
-                 guards: Guards | None = None) -> None:
+                 guards: Guards | None = None, batch_dim: int = 0) -> None:
         super().__init__()
         self.module = module
         self.guards = guards or Guards()
@@ -70,7 +70,7 @@ class ParallelModel(nn.Module):
         self.found: Result | None = None  # the search behind the plan, if there was one
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self.num_steps = 0  # of training that have begun
-        self.same_batch = SameBatch(world, self.guards.batches)
+        self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
         self.drift = Drift(world, self.guards.drift_every)
 
@@ -213,8 +213,9 @@ class ParallelModel(nn.Module):
         return known[-1]
 
     def _made(self, traced: Traced, plan: Plan) -> Program:
-        return Program(traced, plan, plan.replicas[self.replica], self.store, self.replica_axis,
-                       self.burnt)
+        """An error while it is made on one rank is one on all, as the others would wait for it."""
+        return self.world.jointly(lambda: Program(
+            traced, plan, plan.replicas[self.replica], self.store, self.replica_axis, self.burnt))
 
     def _follow(self) -> None:
         """Something in the module has changed: refuse what the plan cannot follow."""

@@ -92,8 +92,11 @@ class Program:
             )
         for (start, end), value in parts.items():
             if len(dims) == 1:
-                dim, each = dims[0]
-                full.narrow(dim, start * each, (end - start) * each).copy_(value)
+                dim, outer = dims[0][0], self.traced.outers.get(name, 1)
+                each = dims[0][1] // outer
+                full.unflatten(dim, (outer, -1)).narrow(
+                    dim + 1, start * each, (end - start) * each
+                ).copy_(value.unflatten(dim, (outer, -1)))
             elif summed:
                 full += value
             elif start == 0:

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import AutoparError, TraceError
 from ..model import ParamInfo
 from ..plan import Precision
-from ..trace import Traced, serialize, trace
+from ..trace import Traced, opaque, serialize, trace
 from ..trace.call import Call
 from ..trace.capture import describe_params, user_line
 from ..trace.form import LossFn
@@ -56,7 +56,7 @@ def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = before
 
 
-def once(own: Tracer, place: World) -> Tracer:
+def once(own: Tracer, place: World, model: nn.Module) -> Tracer:
     """Rank 0 traces for all ranks, which ask at the same time: tracing takes longer than reading
     the result, most of all where ranks share cores, and all ranks must see the same model."""
     if place.size == 1:
@@ -73,6 +73,7 @@ def once(own: Tracer, place: World) -> Tracer:
             found = serialize.unpack(place.agree(data))
         if isinstance(found, AutoparError):
             raise found from failed
+        opaque.bind([*found.programs.values(), found.prologue], model)
         return found
 
     return retrace

@@ -22,7 +22,7 @@ def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
     is a sum over rows is `P`; ops that are linear in such sums keep it.
     """
     flow, coupled = dict(carries), list[fx.Node]()
-    options = strategies(graph)
+    options = strategies(graph, carries)
     for node, choices in options.items():
         op = ShapedOp(node)
         have = tuple(flow.get(n, WHOLE) for n in op.inputs)

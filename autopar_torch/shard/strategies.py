@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -92,10 +92,15 @@ def _part_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     return found
 
 
-def strategies(graph: fx.Graph) -> dict[fx.Node, list[Strategy]]:
-    """Every way to split every op of a graph on one axis; the first is always "not at all"."""
+def strategies(graph: fx.Graph,
+               given: Mapping[fx.Node, Layout] | None = None) -> dict[fx.Node, list[Strategy]]:
+    """Every way to split every op of a graph on one axis; the first is always "not at all".
+    `given`: how some values are cut before."""
     nodes = [ShapedOp(node) for node in graph.nodes if node.op == "call_function"]
     pieces: DimParts = defaultdict(set)
+    for node, layout in (given or {}).items():
+        if isinstance(layout, Split) and layout.outer > 1:
+            pieces[node].add((layout.dim, layout.outer))
     found: dict[fx.Node, list[Strategy]] = {}
     known: dict[fx.Node, list[int]] = {}  # pieces around an op at the last visit
     todo = nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +13,22 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import TraceError
+from ..errors import AutoparError, TraceError
 from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from ..shard import loss_sums
+from ..shard.layout import PARTIAL, Layout, Split
+from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name
-from . import losses, shares
+from . import losses, opaque, shares
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
-from .clean import flatten, has_rows, info_of
+from .clean import drop_no_ops, flatten, has_rows, info_of
 from .discover import note_factors
 from .form import Form, LossFn
+from .functional import functionalize
 from .repeat import find_stacks, shortened
 from .tested import Surroundings, tested_traits
 
@@ -42,6 +46,7 @@ class Traced:
     rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
     form: Form  # the structure of what the model returns
     reads: frozenset[Read]  # attributes of modules that decided what was traced
+    outers: dict[str, int]  # output -> in how many parts of its dim there are all rows
 
 
 def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
@@ -55,18 +60,37 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
                                "wanted": wanted, "shapes": known, "dtype": dtype}
     if stacks := find_stacks(model):
         # A shortened stack may break code that counts its layers; then all are traced.
-        with contextlib.suppress(TraceError):
+        with contextlib.suppress(TraceError), _told():
             with shortened(model, stacks):
                 captured = capture(model, call, **options)
             pieces, flat = _cut(captured, known)
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known, local)
-    captured = capture(model, call, **options)
-    return _assemble(*_cut(captured, known), captured, known, local)
+    with _told():
+        captured = capture(model, call, **options, most_opaque=opaque.MOST)
+        return _assemble(*_cut(captured, known), captured, known, local)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Whatever a pass over the graph stumbles on: the model cannot be traced."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise TraceError(f"{last.name} stopped: {type(error).__name__}: {error}",
+                         where=f"{last.filename}:{last.lineno}: {last.line}",
+                         fix="leave plan= and constraints= out to train with data parallelism, and "
+                         "report this") from error
 
 
 def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
+    opaque.put_in(flat)
+    drop_no_ops(flat)
+    functionalize(flat, captured.sources)
     check_sizes(flat)
     _merge_ties(flat, captured.sources)
     batch = [n for n in flat.find_nodes(op="placeholder")
@@ -169,6 +193,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     unruled: set[str] = set()
     known_traits: dict[Any, Traits] = {}
     prologue = _prologue(flat, pieces)
+    rows = _rows_of(prologue)  # where the rows of a value are, or P for a sum over them
     rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     places = prologue.find_nodes(op="placeholder")
     consts = {n.name: value for n in places
@@ -179,35 +204,47 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
     around = Surroundings({n.name: n for n in prologue.nodes}, rowless | {num_rows.name}, consts,
                           num_rows.name, local)
-    summed: set[str] = set()  # values that are sums over the rows
     for piece in pieces:
-        sums = tuple(slot for slot, value in piece.inputs.items() if value in summed)
+        filled = {**piece.inputs, **piece.context}.items()
+        given = tuple((slot, rows[value]) for slot, value in filled if value in rows)
         made = [around.prologue[name] for name in piece.context.values()]
-        key = (piece.signature, sums, *((n.target if n.op == "call_function" else "",
+        key = (piece.signature, given, *((n.target if n.op == "call_function" else "",
                                          str(fx.node.map_arg(n.args, info_of))) for n in made))
         name = names.setdefault(piece.signature, f"kind{len(names)}")
         programs.setdefault(name, piece.graph)
         if key not in known_traits:
-            known_traits[key] = tested_traits(piece, sums, around)
+            known_traits[key] = tested_traits(piece, given, around)
         found = known_traits[key]
         if shares.SLOT in {str(n.target) for n in programs.get(name, piece.graph).nodes}:
             shares.fill(piece, num_rows.name)
-        summed |= {v for v, own in zip(piece.outputs.values(), found.summed, strict=True) if own}
+        rows |= zip(piece.outputs.values(), found.rows, strict=True)
         kinds[name] = _kind(name, piece, found, kinds.get(name))
         unruled |= set(found.unruled)
-    blocks = tuple(Block(p.name, names[p.signature], p.inputs, p.context, p.params, p.outputs)
-                   for p in pieces)
+    blocks = tuple(Block(p.name, name, p.inputs, p.context,
+                         dict(zip(kinds[name].params, p.params.values(), strict=True)), p.outputs)
+                   for p in pieces for name in (names[p.signature],))
     outputs = _outputs(pieces, flat, captured)
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
-    added = tuple(name for name, value in outputs.items() if value in summed)
+    added = tuple(name for name, value in outputs.items() if rows.get(value) == PARTIAL)
     if not any(shares.SLOT in piece.context for piece in pieces):
         prologue.erase_node(num_rows)
     rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
+    outers = {name: layout.outer for name, value in outputs.items()
+              if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless, captured.form, captured.reads)
+                  rowless, captured.form, captured.reads, outers)
+
+
+def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:
+    """Where the rows of its values are: not always in front, where a sequence comes first."""
+    given = {n: rows_dim(info_of(n).shape) for n in prologue.find_nodes(op="placeholder")}
+    flow, _ = row_flow(prologue, given, {})
+    for node, layout in flow.items():
+        node.meta["rows"] = layout
+    return {node.name: layout for node, layout in flow.items() if layout != PARTIAL}
 
 
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from ..model import TensorInfo, at_rows
+from ..shard.layout import WHOLE, Layout, Split
+from ..shard.parts import join
 from ..shard.rules import op_name
 from .blocks import TracedBlock, at_batch
 from .capture import InputSource
@@ -154,7 +156,8 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[
                if n.name in given}
         parts.append(run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted))
         start += rows
-    return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n))]
+    return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n),
+                                           n.meta.get("rows", WHOLE))]
 
 
 def _rows(value: Tensor, info: TensorInfo, start: int, rows: int) -> Tensor:
@@ -165,7 +168,7 @@ def _rows(value: Tensor, info: TensorInfo, start: int, rows: int) -> Tensor:
     return value.narrow(dim, start * each, rows * each)
 
 
-def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
+def _joins(whole: Any, parts: Sequence[Any], info: Any, rows: Layout = WHOLE) -> bool:
     if isinstance(whole, (tuple, list)):
         return all(_joins(w, p, i) for w, p, i in zip(whole, zip(*parts, strict=True), info,
                                                      strict=True))
@@ -175,6 +178,6 @@ def _joins(whole: Any, parts: Sequence[Any], info: Any) -> bool:
     sizes = [p.shape[d] for p in parts for d in range(p.dim()) if d != dim]
     if sizes != [whole.shape[d] for d in range(whole.dim()) if d != dim] * len(parts):
         return False
-    joined = torch.cat(list(parts), dim)
+    joined = join(parts, rows if isinstance(rows, Split) else Split(dim))
     return torch.equal(joined, whole) or torch.allclose(joined.double(), whole.double(), 1e-5, 1e-6,
                                                         True)

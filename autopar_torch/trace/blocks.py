@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..errors import TraceError
 from ..model import ROWS, TensorInfo
-from ..shard.layout import PARTIAL, WHOLE, Layout
+from ..shard.layout import WHOLE, Layout
 from ..shard.rows import give_real_sizes, row_flow, rows_dim
 from ..shard.rules import flops, has_rule, has_tag, op_name
 from .capture import InputSource
-from .clean import _is_view, info_of, is_mutable
+from .clean import info_of, is_mutable
 
 _NUMBER = re.compile(r"^\d+$")
 SEEDED = torch.Tag.nondeterministic_seeded
@@ -59,16 +58,7 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource]) -> set[fx.Node]
         elif node.op == "call_function" and (
                 has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
             main.add(node)
-            _refuse_write_to_view(node)
     return {node for node in main if node.op == "call_function"}
-
-
-def _refuse_write_to_view(node: fx.Node) -> None:
-    base = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if base is not None and is_mutable(node) and op_name(node) != "batch_norm" and _is_view(base):
-        raise TraceError(f"{op_name(node)} writes into a view of a computed value",
-                         where=node.meta.get("module", ""),
-                         fix="assign the result to a new tensor instead")
 
 
 def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
@@ -201,28 +191,30 @@ class Traits(NamedTuple):
     flops_per_row: float
     unruled: tuple[str, ...]  # ops without a rule
     mutates: bool  # buffers change
-    summed: tuple[bool, ...]  # per output: whether it is a sum over the rows
+    rows: tuple[Layout, ...]  # per output: where its rows are; P: it is a sum over them
     tested: tuple[str, ...] = ()  # ops that couple rows inside: outside, a test found none
     local: tuple[str, ...] = ()  # ops that look at the rows of a part, as was allowed
     why: str = ""  # what the test found
 
 
-def traits(graph: fx.Graph, sums: Collection[str], known: Mapping[fx.Node, Layout]) -> Traits:
-    """`sums`: slots of inputs that are sums over the rows; `known`: where rows are, by a test."""
+def traits(graph: fx.Graph, given: Collection[tuple[str, Layout]],
+           known: Mapping[fx.Node, Layout]) -> Traits:
+    """`given`: where the rows of some slots are, or P for sums over them; `known`: where they are
+    inside, by a test."""
     carries: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_param = str(node.target).startswith("w_")
             plain = WHOLE if is_param else rows_dim(info_of(node).shape)
-            carries[node] = PARTIAL if node.name in sums else plain
+            carries[node] = dict(given).get(node.name, plain)
     flow, coupled = row_flow(graph, carries, known)
     body = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n) for n in body) / ROWS
     unruled = {op_name(n) for n in body if not has_rule(n)} - {"add_"}
     mutates = any(is_mutable(n) for n in body)
     leaving: Any = graph.find_nodes(op="output")[0].args[0]
-    summed = tuple(flow.get(node) == PARTIAL for node in leaving)
-    return Traits(tuple(coupled), flow, work, tuple(sorted(unruled)), mutates, summed)
+    rows = tuple(flow.get(node, WHOLE) for node in leaving)
+    return Traits(tuple(coupled), flow, work, tuple(sorted(unruled)), mutates, rows)
 
 
 def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:

@@ -16,28 +16,34 @@ from ..errors import TraceError
 
 @dataclass(frozen=True)
 class Call:
-    """Structure of one call. `rows[i]` says whether tensor i has the batch as its first dim."""
+    """Structure of one call. `rows_dims[i]` is the dim of tensor i where the model has the batch;
+    here the batch comes first. None: the tensor has no rows."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]  # None where a tensor goes
     where: tuple[int, ...]  # leaf index of each tensor
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    rows: tuple[bool, ...]
+    rows_dims: tuple[int | None, ...]
     num_rows: int
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # (device type, dtype) where it is on
+
+    @property
+    def rows(self) -> tuple[bool, ...]:
+        return tuple(dim is not None for dim in self.rows_dims)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one trace can serve, whatever their number of rows."""
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
         leaves = tuple(map(shown, self.leaves))
-        return (str(self.spec), leaves, shapes, self.dtypes, self.rows, self.autocast)
+        return (str(self.spec), leaves, shapes, self.dtypes, self.rows_dims, self.autocast)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call as the caller wrote it."""
         leaves = list(self.leaves)
-        for index, tensor in zip(self.where, tensors, strict=True):
-            leaves[index] = tensor
+        for index, tensor, dim in zip(self.where, tensors, self.rows_dims, strict=True):
+            leaves[index] = tensor.movedim(0, dim).contiguous() if dim else tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -62,20 +68,25 @@ def shown(leaf: Any) -> str:
     return type(leaf).__qualname__ if shown == object.__repr__(leaf) else shown
 
 
-def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, list[Tensor]]:
-    """Flatten a call into its structure and its tensors."""
+def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
+               batch_dim: int = 0) -> tuple[Call, list[Tensor]]:
+    """Flatten a call into its structure and its tensors, with their rows first. `batch_dim` is
+    where the rows are; a tensor that has too few dims for that may have them in its first."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     where = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [leaves[i] for i in where]
-    sized = [t for t in tensors if t.dim() > 0]
+    sized = [t for t in tensors if t.dim() > batch_dim]
     if not sized:
         raise TraceError("the batch holds no tensor with rows", where="model(...)",
-                         fix="pass the batch as tensors whose first dim is the batch")
-    num_rows = sized[0].shape[0]
-    rows = tuple(t.dim() > 0 and t.shape[0] == num_rows for t in tensors)
+                         fix=f"pass the batch as tensors whose dim {batch_dim} is the batch")
+    num_rows = sized[0].shape[batch_dim]
+    dims = [batch_dim if t.dim() > batch_dim else 0 for t in tensors]
+    rows_dims = tuple(d if t.dim() and t.shape[d] == num_rows else None
+                      for d, t in zip(dims, tensors, strict=True))
+    tensors = [t.movedim(d, 0) if d else t for d, t in zip(rows_dims, tensors, strict=True)]
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     shapes = tuple(tuple(t.shape) for t in tensors)
     dtypes = tuple(t.dtype for t in tensors)
     cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
                  if torch.is_autocast_enabled(kind))
-    return Call(spec, rest, where, shapes, dtypes, rows, num_rows, cast), tensors
+    return Call(spec, rest, where, shapes, dtypes, rows_dims, num_rows, cast), tensors

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,16 +15,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
+from . import opaque
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
 from .effects import Effects, attributes_set, refuse_functions
 from .form import Form, LossFn, outputs_of
 
+log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
+MOST_OPS, MOST_SECONDS = 200_000, 900.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,43 @@ def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
     }
 
 
+class _TooLongError(RuntimeError):
+    """The trace would hardly end."""
+
+
+class _DataSizeError(RuntimeError):
+    """A size depends on the data."""
+
+    def __init__(self, path: str, line: str) -> None:
+        super().__init__("a size depends on the data")
+        self.path, self.line = path, line
+
+
+def _masks_as_given() -> contextlib.AbstractContextManager[None]:
+    """torch's encoders look into a mask for whether it is causal, which is a hint and no more."""
+    return attributes_set(transformer, _detect_is_causal_mask=lambda _, is_causal=None, *__: bool(
+        is_causal))
+
+
+def _limited() -> contextlib.AbstractContextManager[None]:
+    """So many ops and seconds for a trace: loops are written out step by step."""
+    plain, num_ops, end = FakeTensorMode.dispatch, 0, time.monotonic() + MOST_SECONDS
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal num_ops
+        num_ops += 1
+        if num_ops > MOST_OPS or time.monotonic() > end:
+            raise _TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
+                                f"{MOST_SECONDS:.0f} s to trace")
+        if func is torch.ops.aten.unbind.int:
+            size = args[0].shape[args[1] if len(args) > 1 else 0]
+            if size and size % ROWS == 0:
+                raise _TooLongError("forward goes through the batch row by row")
+        return plain(mode, func, types, args, kwargs or {})
+
+    return attributes_set(FakeTensorMode, dispatch=dispatch)
+
+
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device,
                 shapes: dict[str, ParamInfo],
@@ -142,8 +186,38 @@ def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: LossFn | None,
             wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-            dtype: torch.dtype | None = None) -> Captured:
-    """Export without running, `dtype` for parameters if given."""
+            dtype: torch.dtype | None = None, most_opaque: int = 0) -> Captured:
+    """Export without running, `dtype` for parameters if given. Modules that stop it become opaque,
+    unless they would have to be cast."""
+    paths: list[str] = []
+    why: dict[str, str] = {}
+    for tries_left in reversed(range(most_opaque + 1)):
+        try:
+            with opaque.stood_in(model, paths):
+                captured = _exported(model, call, device, loss_fn, wanted, shapes, dtype)
+        except TraceError as error:
+            cause = error.__cause__
+            path = getattr(cause, "path", "") or opaque.culprit(model, cause)
+            path = path or (error.where if error.where in why else "")
+            while any(f"{path}.".startswith(f"{own}.") for own in why):  # that was no help
+                path = opaque.above(model, path)
+            if (not path or not tries_left or dtype or call.autocast
+                    or isinstance(cause, _TooLongError)):
+                raise
+            found = opaque.alike(model, path)
+            why |= dict.fromkeys(found, error.where)
+            paths = [own for own in paths
+                     if not own.startswith(tuple(f"{new}." for new in found))] + found
+            continue
+        for path in paths:
+            log.warning("%s cannot be traced (%s), so it is computed whole", path, why[path])
+        return captured
+    raise AssertionError("the last try raises")
+
+
+def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossFn | None,
+              wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
+              dtype: torch.dtype | None) -> Captured:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     told: list[tuple[tuple[str, ...], Form]] = []
     flat = _Flat(model, call, loss_fn, wanted, told.append, dtype)
@@ -151,17 +225,20 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen()):
+          call.surroundings(device), flat.effects.seen(), _limited(), _masks_as_given()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
+            _refuse_data_sizes(program.graph_module)
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
+            long = isinstance(error, _TooLongError)
             raise TraceError(
-                f"torch.export stopped: {type(error).__name__}: {line}",
-                where=user_line(error),
-                fix="avoid data-dependent Python control flow in forward",
+                line if long else f"torch.export stopped: {type(error).__name__}: {line}",
+                where=getattr(error, "line", "") or user_line(error),
+                fix="where the sequence comes first, and the batch second, say batch_dim=1" if long
+                else "avoid data-dependent Python control flow in forward",
             ) from error
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:
@@ -171,6 +248,27 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
             consts[source.name] = program.constants[spec.target]
     return Captured(program.graph, program.graph_module, sources, *told[-1], flat.effects.reads,
                     consts, dict(call.autocast).get(device.type))
+
+
+def _refuse_data_sizes(module: fx.GraphModule) -> None:
+    for graph in (own.graph for own in module.modules() if isinstance(own, fx.GraphModule)):
+        for node in graph.nodes:
+            for value in pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(value, Tensor) and not all(type(n) is int for n in value.shape):
+                    raise _DataSizeError(module_path(node), line_of(node))
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line, as far as export tells it."""
+    lines = (node.meta.get("stack_trace") or "").rstrip().split("\n")
+    return " ".join(line.strip() for line in lines[-2:])
+
+
+def module_path(node: fx.Node) -> str:
+    """The module that a node of an exported graph was traced in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
 
 
 def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Make the captured graph plain: no nested graphs, no no-ops, no in-place ops on values."""
+"""Make the captured graph plain: no nested graphs, no ops that do nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torch._ops import OpOverload
 from ..errors import TraceError
 from ..model import TensorInfo
 from .autocast import spell_out
-from .capture import Captured
+from .capture import Captured, line_of, module_path
 
 aten = torch.ops.aten
 _LIKE: dict[Any, Any] = {
     aten.view_as.default: aten.view.default, aten.reshape_as.default: aten.reshape.default,
     aten.expand_as.default: aten.expand.default,
 }
-_CASTS = ("aten::to", "aten::alias", "aten::type_as", "aten::lift_fresh_copy")
+_CASTS = ("aten::to", "aten::alias", "aten::type_as")
+_DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout",
+             "aten::feature_alpha_dropout")
 
 
 def info_of(node: fx.Node) -> Any:
@@ -40,6 +42,12 @@ def _info(value: Any) -> Any:
     return None
 
 
+def _memory(value: Any) -> frozenset[int]:
+    """Of one tensor or of several: equal numbers are the same memory, as the graph keeps them."""
+    tensors = value if isinstance(value, (tuple, list)) else (value,)
+    return frozenset(t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor))
+
+
 def schema_name(node: fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, OpOverload) else ""
 
@@ -52,16 +60,11 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def flatten(captured: Captured) -> fx.Graph:
-    """A new graph of plain ops with a TensorInfo on every node."""
+    """A new graph of plain ops, with a TensorInfo on every node and the memory that it shows."""
     graph = fx.Graph()
     params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
     graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
     _say_sizes(graph)
-    _out_of_place(graph)
-    _drop_no_ops(graph)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op == "call_function" and not is_mutable(node):
-            graph.erase_node(node)
     return graph
 
 
@@ -82,7 +85,9 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozens
             env[node] = env[region][item]
         else:
             new = graph.node_copy(node, lambda n: env[n])
-            new.meta = {"info": _info(node.meta.get("val")), "module": _module_path(node)}
+            value = node.meta.get("val")
+            new.meta = {"info": _info(value), "memory": _memory(value),
+                        "module": module_path(node), "line": line_of(node)}
             if autocast is not None:
                 spell_out(graph, node, new, autocast, _info)
             env[node] = new
@@ -130,12 +135,6 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     return new
 
 
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    return str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
-
-
 def _say_sizes(graph: fx.Graph) -> None:
     """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know."""
     for node in graph.nodes:
@@ -144,37 +143,15 @@ def _say_sizes(graph: fx.Graph) -> None:
             node.args = (node.args[0], list(info_of(node).shape))
 
 
-def _out_of_place(graph: fx.Graph) -> None:
-    """`x.relu_()` becomes `y = relu(x)` and later readers of x read y; buffers stay as they are."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        name = schema_name(node).removeprefix("aten::")
-        if not name.endswith("_") or name.endswith("__") or not is_mutable(node):
-            continue
-        base = node.args[0]
-        if not isinstance(base, fx.Node) or base.op == "placeholder" or _is_view(base):
-            continue  # buffers are meant to change; views are left to the check in blocks.py
-        functional = getattr(aten, name[:-1], None)
-        overload = getattr(functional, node.target._overloadname, None)  # type: ignore[union-attr]
-        if overload is None:
-            continue
-        node.target = overload
-        base.replace_all_uses_with(node, lambda user, n=node: order[user] > order[n])  # type: ignore[misc]
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not is_mutable(node)
-
-
-def _drop_no_ops(graph: fx.Graph) -> None:
-    """Casts to the same type and dropout that drops nothing."""
+def drop_no_ops(graph: fx.Graph) -> None:
+    """Casts to the same type, dropout that drops nothing, and what nobody reads."""
     for node in list(graph.nodes):
         name = schema_name(node)
         same = name in _CASTS and info_of(node) == info_of(node.args[0])  # type: ignore[arg-type]
-        idle = name == "aten::dropout" and (node.args[1] == 0.0 or not node.args[2])
+        idle = name in _DROPOUTS and (node.args[1] == 0.0 or not node.args[2])
         if same or idle:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function" and not is_mutable(node):
             graph.erase_node(node)

@@ -55,14 +55,15 @@ class _Region:
     consts: dict[str, Tensor] = field(default_factory=dict)
 
 
-def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surroundings) -> Traits:
+def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
+                  around: Surroundings) -> Traits:
     """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
     statistics need none: replicas join them."""
     known: dict[fx.Node, Layout] = {}
     settled: list[fx.Node] = []
     loose: list[fx.Node] = []
     while True:  # the first coupled op changes what is known of those after it
-        found = traits(piece.graph, sums, known)
+        found = traits(piece.graph, given, known)
         left = [n for n in found.coupled if op_name(n) != "batch_norm"]
         if not left:
             break
@@ -85,7 +86,7 @@ def tested_traits(piece: TracedBlock, sums: Collection[str], around: Surrounding
             loose.append(left[0])
     if loose:
         shares.leaving(piece, loose, found.flow, known, around.num_rows)
-        found = traits(piece.graph, sums, known)
+        found = traits(piece.graph, given, known)
     return found._replace(local=tuple(dict.fromkeys(map(op_name, loose))),
                           tested=tuple(dict.fromkeys(map(op_name, settled))))
 

@@ -1,0 +1,113 @@
+"""Claims about modules that cannot be traced: each is one op, and the rest is split around it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar_torch as ap
+import claims
+
+WIDTH, NUM_ROWS = 8, 6
+
+
+class Experts(nn.Module):
+    """Each row goes through the expert that its gate asks for, in a loop over who has any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * scale)
+        return out, chosen
+
+
+class Branch(nn.Module):
+    """Looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) if x.detach().numpy().max() > 0 else self.inner(-x)
+
+
+class Counts(Branch):
+    """Returns a number beside its tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x), float(x.detach().numpy().mean())
+
+
+class Net(nn.Module):
+    def __init__(self, last: type[nn.Module] = Branch) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            [nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, WIDTH), last()])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, experts, b, last = self.layers
+        x = b(x + experts(a(x), scale=0.5)[0]).relu()
+        out = last(x)
+        return ((out if isinstance(out, Tensor) else out[0])[:, 0] - y).square().mean()
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(NUM_ROWS, WIDTH, generator=draw), torch.randn(NUM_ROWS, generator=draw)
+
+
+def _trains(**plan: Any) -> None:
+    plain, (x, y) = Net(), _batch()
+    model = ap.parallelize(Net(), plan=ap.Plan.uniform(**plan))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for _ in range(2):
+        loss, want = model(x, y), plain(x, y)
+        for one in (loss, want):
+            one.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(loss.detach(), want.detach())
+    assert not model.fallback_reason
+    torch.testing.assert_close(dict(model.state_dict()), plain.state_dict())
+
+
+def claim_what_is_around_an_opaque_module_is_split_in_a_tensor_group() -> None:
+    _trains(tp=2)
+
+
+def claim_opaque_modules_run_on_their_stages() -> None:
+    _trains(pp=2)
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
+
+
+def test_the_log_names_the_module_and_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ap.parallelize(Net(), _batch())
+    assert "layers.1 cannot be traced" in caplog.text and "if len(rows)" in caplog.text
+    assert "layers.3 cannot be traced" in caplog.text and "numpy().max() > 0" in caplog.text
+
+
+def test_a_model_trains_untraced_if_a_module_returns_numbers() -> None:
+    model, (x, y) = ap.parallelize(Net(Counts)), _batch()
+    plain = copy.deepcopy(model.module)
+    torch.testing.assert_close(model(x, y).detach(), plain(x, y).detach())
+    assert "layers.3 cannot be traced, and returns more than tensors" in model.fallback_reason
