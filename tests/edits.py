@@ -47,7 +47,7 @@ Loose = dict[str, Any]
 def traced(name: str) -> Any:
     """Of each model once: what is edited does not change it."""
     call, _ = take_apart((), zoo.batch(name, ROWS))
-    own = TRACER(zoo.build(name), torch.device("cpu"), None, "float32")
+    own = TRACER(zoo.build(name), torch.device("cpu"), None, "float32", False)
     return own(call, True, ("loss",))
 
 
@@ -58,7 +58,7 @@ TRACER = tracing.tracer
 def traced_before(name: str) -> Any:
     """Models of the same name share one trace."""
     kept = tracing.once
-    tracing.once = lambda own, place: lambda *asked: traced(name)
+    tracing.once = lambda own, place, model: lambda *asked: traced(name)
     try:
         yield
     finally:
