@@ -171,8 +171,21 @@ def text(cell: dict[str, Any]) -> str:
     return f"{cell['detail']} {known.get('how', '')}{share}".strip()
 
 
+TITLE = """# Coverage
+
+Written by `python profiling coverage --markdown docs/coverage.md`. Tiny models of each architecture
+train two steps of SGD in float64, in plain PyTorch and on two ranks under each plan. Numbers are the
+worst relative differences of losses and weights. *proven*: rules keep the rows of the batch apart;
+*tested*: rows were tried together and apart; *untraced*: replicas of the module as it is. The share
+is that of the work that tensor parallelism splits. What is not exact says why.
+
+"""
+
+
 def markdown(rows: list[Row], plans: list[str]) -> str:
-    lines = [f"| task | architecture | {' | '.join(plans)} |", "|---" * (2 + len(plans)) + "|"]
+    told, _ = figures(rows, plans)
+    lines = [TITLE + f"`{told}`", "", f"| task | architecture | {' | '.join(plans)} |",
+             "|---" * (2 + len(plans)) + "|"]
     for row in rows:
         shown = [text(row.cells[plan]).replace("|", "/")[:120] for plan in plans]
         lines.append(f"| {row.task} | {row.name} | {' | '.join(shown)} |")
