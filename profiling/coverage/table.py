@@ -174,8 +174,8 @@ def text(cell: dict[str, Any]) -> str:
 TITLE = """# Coverage
 
 Written by `python profiling coverage --markdown docs/coverage.md`. Tiny models of each architecture
-train two steps of SGD in float64, in plain PyTorch and on two ranks under each plan. Numbers are the
-worst relative differences of losses and weights. *proven*: rules keep the rows of the batch apart;
+train two steps of SGD in float64, in plain PyTorch and on two ranks under each plan. Numbers are
+the worst relative differences of losses and weights. *proven*: rules keep the rows apart;
 *tested*: rows were tried together and apart; *untraced*: replicas of the module as it is. The share
 is that of the work that tensor parallelism splits. What is not exact says why.
 
