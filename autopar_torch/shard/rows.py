@@ -9,20 +9,21 @@ import torch
 from torch import fx
 
 from ..model import ROWS, at_rows
-from .layout import PARTIAL, WHOLE, Layout, Split
+from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
 from .rules import Shape, ShapedOp
-from .strategies import strategies
 
 
 def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
-             known: Mapping[fx.Node, Layout]) -> tuple[dict[fx.Node, Layout], list[fx.Node]]:
+             known: Mapping[fx.Node, Layout],
+             options: Mapping[fx.Node, list[Strategy]]) -> tuple[dict[fx.Node, Layout],
+                                                                 list[fx.Node]]:
     """Follow the batch through a graph: the layout it gives every value, and ops that couple rows.
 
-    `carries` says what it is on the placeholders, `known` what tests found on the way. A value that
-    is a sum over rows is `P`; ops that are linear in such sums keep it.
+    `carries` says what it is on the placeholders, `known` what tests found on the way, `options`
+    how ops may be split. A value that is a sum over rows is `P`; ops that are linear in such sums
+    keep it.
     """
     flow, coupled = dict(carries), list[fx.Node]()
-    options = strategies(graph, carries)
     for node, choices in options.items():
         op = ShapedOp(node)
         have = tuple(flow.get(n, WHOLE) for n in op.inputs)

@@ -19,6 +19,7 @@ from ..shard import loss_sums
 from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name
+from ..shard.strategies import strategies
 from . import losses, opaque, shares
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
@@ -203,7 +204,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     num_rows = prologue.call_function(loss_sums.count_values, (batch, 1))
     num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
     around = Surroundings({n.name: n for n in prologue.nodes}, rowless | {num_rows.name}, consts,
-                          num_rows.name, local)
+                          num_rows.name, local, {})
     for piece in pieces:
         filled = {**piece.inputs, **piece.context}.items()
         given = tuple((slot, rows[value]) for slot, value in filled if value in rows)
@@ -241,7 +242,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
 def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:
     """Where the rows of its values are: not always in front, where a sequence comes first."""
     given = {n: rows_dim(info_of(n).shape) for n in prologue.find_nodes(op="placeholder")}
-    flow, _ = row_flow(prologue, given, {})
+    flow, _ = row_flow(prologue, given, {}, strategies(prologue, given))
     for node, layout in flow.items():
         node.meta["rows"] = layout
     return {node.name: layout for node, layout in flow.items() if layout != PARTIAL}

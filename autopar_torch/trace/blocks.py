@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..model import ROWS, TensorInfo
-from ..shard.layout import WHOLE, Layout
+from ..shard.layout import WHOLE, Layout, Strategy
 from ..shard.rows import give_real_sizes, row_flow, rows_dim
 from ..shard.rules import flops, has_rule, has_tag, op_name
 from .capture import InputSource
@@ -155,7 +155,7 @@ def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict
     for k, node in enumerate(leaving):
         piece.outputs[f"y{k}"] = values[node]
         piece.infos[f"y{k}"] = info_of(node)
-    return replace(piece, signature=_signature(graph))
+    return replace(piece, signature=signature(graph))
 
 
 def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
@@ -173,7 +173,7 @@ def _slot(piece: TracedBlock, node: fx.Node, values: dict[fx.Node, str],
     return f"c{len(piece.context)}", piece.context, node.name
 
 
-def _signature(graph: fx.Graph) -> str:
+def signature(graph: fx.Graph) -> str:
     """Text that is equal for blocks that compute the same, from slots of the same names."""
     index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
@@ -197,17 +197,21 @@ class Traits(NamedTuple):
     why: str = ""  # what the test found
 
 
-def traits(graph: fx.Graph, given: Collection[tuple[str, Layout]],
-           known: Mapping[fx.Node, Layout]) -> Traits:
-    """`given`: where the rows of some slots are, or P for sums over them; `known`: where they are
-    inside, by a test."""
+def carried(graph: fx.Graph, given: Collection[tuple[str, Layout]]) -> dict[fx.Node, Layout]:
+    """Where the rows of each slot are; `given` says it of some, or P for sums over the rows."""
     carries: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_param = str(node.target).startswith("w_")
             plain = WHOLE if is_param else rows_dim(info_of(node).shape)
             carries[node] = dict(given).get(node.name, plain)
-    flow, coupled = row_flow(graph, carries, known)
+    return carries
+
+
+def traits(graph: fx.Graph, carries: Mapping[fx.Node, Layout], known: Mapping[fx.Node, Layout],
+           options: Mapping[fx.Node, list[Strategy]]) -> Traits:
+    """`known`: where rows are inside, by a test; `options`: how ops may be split."""
+    flow, coupled = row_flow(graph, carries, known, options)
     body = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n) for n in body) / ROWS
     unruled = {op_name(n) for n in body if not has_rule(n)} - {"add_"}

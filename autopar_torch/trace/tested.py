@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from ..model import ROWS, TensorInfo, at_rows
-from ..shard.layout import PARTIAL, WHOLE, Layout
+from ..shard.layout import PARTIAL, WHOLE, Layout, Strategy
 from ..shard.rows import rows_dim
 from ..shard.rules import ShapedOp, flops, has_tag, op_name
+from ..shard.strategies import strategies
 from . import apart, shares
-from .blocks import SEEDED, TracedBlock, Traits, traits
+from .blocks import SEEDED, TracedBlock, Traits, carried, signature, traits
 from .clean import has_rows, info_of, is_mutable
 
 log = logging.getLogger("autopar_torch")
@@ -41,6 +42,7 @@ class Surroundings(NamedTuple):
     consts: Mapping[str, Tensor]  # by the name of a placeholder of the prologue
     num_rows: str  # the node that counts the rows of the global batch
     local: bool  # what looks at the whole batch may look at the rows of a part
+    answers: dict[str, str]  # why rows depend on each other, by the text of what was tried
 
 
 @dataclass
@@ -62,8 +64,11 @@ def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
     known: dict[fx.Node, Layout] = {}
     settled: list[fx.Node] = []
     loose: list[fx.Node] = []
+    carries, options = carried(piece.graph, given), dict[fx.Node, list[Strategy]]()
     while True:  # the first coupled op changes what is known of those after it
-        found = traits(piece.graph, given, known)
+        if len(options) != sum(n.op == "call_function" for n in piece.graph.nodes):
+            options = strategies(piece.graph, carries)  # scaling puts new ops in
+        found = traits(piece.graph, carries, known, options)
         left = [n for n in found.coupled if op_name(n) != "batch_norm"]
         if not left:
             break
@@ -86,7 +91,8 @@ def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
             loose.append(left[0])
     if loose:
         shares.leaving(piece, loose, found.flow, known, around.num_rows)
-        found = traits(piece.graph, given, known)
+        carries = carried(piece.graph, given)
+        found = traits(piece.graph, carries, known, strategies(piece.graph, carries))
     return found._replace(local=tuple(dict.fromkeys(map(op_name, loose))),
                           tested=tuple(dict.fromkeys(map(op_name, settled))))
 
@@ -101,6 +107,22 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
             return f"{op_name(node)} changes a value"
         if node.op == "call_function" and has_tag(node, SEEDED) and not _chance(node):
             return f"{op_name(node)} draws at random"
+    key = _text(region)
+    if key not in around.answers:
+        around.answers[key] = _answer(region, piece.name)
+    return around.answers[key]
+
+
+def _text(region: _Region) -> str:
+    """Equal for regions that are tried alike: loops that were unrolled have many."""
+    number = {node.name: k for k, node in enumerate(region.graph.nodes)}
+    sets = [sorted(number[name] for name in names)
+            for names in (region.leaving, region.sums, region.learns, region.fixed)]
+    consts = sorted((number[name], id(value)) for name, value in region.consts.items())
+    return f"{signature(region.graph)} {sets} {consts}"
+
+
+def _answer(region: _Region, name: str) -> str:
     small = next(_small(region.graph), None)
     if small is None:
         return "it is too large to be tried"
@@ -112,7 +134,7 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
             try:
                 said = _tried(region, dtype, limit, seed, change)
             except ERRORS as error:
-                log.debug("%s does not run in %s: %s", piece.name, dtype, error)
+                log.debug("%s does not run in %s: %s", name, dtype, error)
                 continue
             if said:
                 return said
