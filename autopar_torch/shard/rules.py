@@ -206,6 +206,13 @@ def _slice(op: ShapedOp) -> list[DimFactor]:
     return first_input(op, () if whole else {cut})
 
 
+def _select_scatter(op: ShapedOp) -> list[DimFactor]:
+    x, part, rank = op.at(0), op.at(1), len(op.out)
+    gone = op.dim(2, rank)
+    return [DimFactor({x: d, part: d - (d > gone)}, d)  # type: ignore[dict-item]
+            for d in range(rank) if d != gone]
+
+
 def _select(op: ShapedOp) -> list[DimFactor]:
     rank = len(op.shapes[0])
     gone = op.dim(1, rank)
@@ -303,6 +310,8 @@ _RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     **dict.fromkeys(["mean", "sum"], _reduce),
     **dict.fromkeys(["transpose", "permute", "t"], _transpose), "expand": _expand,
     "slice": _slice, **dict.fromkeys(["select", "unbind"], _select), "stack": _stack,
+    "select_scatter": _select_scatter,
+    "slice_scatter": lambda op: _same_dims(op, {op.dim(2, len(op.out))}),
     "pad": _pad, "constant_pad_nd": _pad,
     **dict.fromkeys(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d",
                      "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
