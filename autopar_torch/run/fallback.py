@@ -28,7 +28,7 @@ from .handover import Upstream, hand_over, promise
 from .model import ParallelModel
 from .randomness import dropout_apart
 from .returned import returned
-from .shared_out import Shares, Span, tried
+from .shared_out import Place, Shares, Span, piece_of, tried
 from .step import check_alike
 from .world import World
 
@@ -141,7 +141,7 @@ class _Step:
         run = span if span[0] < span[1] else (0, 1)
         form, named = self._forward(call, call.slice(tensors, *run))
         if "loss" not in named:
-            return returned(self._outside(named, span, call.num_rows, shares.dims), form,
+            return returned(self._outside(named, span, call.num_rows, shares.places), form,
                             call.num_rows, train=False)
         share = shares.count.share(tensors, span, call.num_rows) if run == span else 0.0
         loss = named["loss"] * share if share else torch.zeros_like(named["loss"])
@@ -154,38 +154,40 @@ class _Step:
     # --- a loss outside of the model ----------------------------------------------------------
 
     def _outside(self, named: dict[str, Tensor], span: Span, num_rows: int,
-                 dims: dict[str, int | None]) -> dict[str, Tensor]:
+                 places: dict[str, Place | None]) -> dict[str, Tensor]:
         """Whole outputs. Their backward runs on the rows of each rank."""
         parallel, world = self.parallel, self.parallel.world
         if world.size == 1:
             return named
-        self._check_joined(named, dims)
+        self._check_joined(named, span, places)
         params = [p for p in parallel.module.parameters() if p.requires_grad]
 
         def finish(upstream: Upstream) -> Grads:
-            own = {n: _own(grad, named[n], dims[n], span) for n, grad in upstream.items()}
+            own = {n: piece_of(grad, places[n], span, num_rows) for n, grad in upstream.items()}
             with world.doing("backward"), torch.enable_grad(), dropout_apart(parallel.replica):
                 check_alike(world, upstream)
-                mine = {n: grad for n, grad in own.items() if grad is not None}
+                mine = {n: grad.reshape(named[n].shape) for n, grad in own.items()
+                        if grad is not None}
                 found = self._grads([named[n] for n in mine], list(mine.values()))
                 _, sums = self._summed(torch.zeros((), device=parallel.device), found)
             grads = {id(param): grad for param, grad in sums}
             return [grads.get(id(param)) for param in params]
 
-        whole = {name: _whole(world, x, dims[name], span, num_rows) for name, x in named.items()}
+        whole = {name: _whole(world, x, places[name], span, num_rows) for name, x in named.items()}
         ends = {name: x for name, x in whole.items() if named[name].requires_grad}
         return {**whole, **promise(parallel.anchor, ends, params, finish)} if ends else whole
 
-    def _check_joined(self, named: dict[str, Tensor], dims: dict[str, int | None]) -> None:
+    def _check_joined(self, named: dict[str, Tensor], span: Span,
+                      places: dict[str, Place | None]) -> None:
         """Whether the ranks return the same outputs, and it is known how to join them."""
-        facts = sorted(
-            [n, str([s for d, s in enumerate(x.shape) if d != dims.get(n)]), str(x.dtype),
-             str(x.requires_grad)] for n, x in named.items())
+        rows = max(1, span[1] - span[0])
+        facts = sorted([n, str(_shape(x, places.get(n), rows, 1)), str(x.dtype),
+                        str(x.requires_grad)] for n, x in named.items())
         if any(other != facts for other in self.parallel.world.everyones(facts, list[list[str]])):
             raise RunError("the replicas return outputs of other shapes or types", where="forward, "
                            "which cannot be traced", fix="let shapes of outputs not depend on the "
                            "values of the batch, or return a loss")
-        if absent := [name for name in named if name not in dims]:
+        if absent := [name for name in named if name not in places]:
             raise PlanError(f"the model returns no loss, and it could not be tried how the rows of "
                             f"its output {absent[0]} join", where=self.reason,
                             fix="return a scalar loss, or pass loss_fn=")
@@ -239,21 +241,19 @@ def _buckets(pairs: list[tuple[Tensor, Tensor]],
         yield bucket
 
 
-def _own(whole: Tensor, part: Tensor, dim: int | None, span: Span) -> Tensor | None:
-    """What this rank's rows make of a whole output; what has no rows is that of the first."""
-    rows = span[1] - span[0]
-    if dim is None or not rows:
-        return whole if rows and span[0] == 0 else None
-    return whole.narrow(dim, span[0] * (part.shape[dim] // rows), part.shape[dim])
-
-
-def _whole(world: World, part: Tensor, dim: int | None, span: Span, num_rows: int) -> Tensor:
-    """An output of all rows, on every rank."""
+def _shape(part: Tensor, place: Place | None, rows: int, num_rows: int) -> list[int]:
+    """Of an output of `num_rows` rows, of which the part has `rows`."""
     shape = list(part.shape)
-    if dim is not None:
-        shape[dim] = shape[dim] // max(1, span[1] - span[0]) * num_rows
+    if place is not None:
+        shape[place.dim] = shape[place.dim] // rows * num_rows
+    return shape
+
+
+def _whole(world: World, part: Tensor, place: Place | None, span: Span, num_rows: int) -> Tensor:
+    """An output of all rows, on every rank."""
     kind = torch.uint8 if part.dtype == torch.bool else part.dtype
+    shape = _shape(part, place, max(1, span[1] - span[0]), num_rows)
     whole = torch.zeros(shape, dtype=kind, device=part.device)
-    if (own := _own(whole, part, dim, span)) is not None:
-        own.copy_(part.detach())
+    if (own := piece_of(whole, place, span, num_rows)) is not None:
+        own.copy_(part.detach().reshape(own.shape))
     return world.sum(whole).to(part.dtype)

@@ -32,8 +32,8 @@ Span = tuple[int, int]
 
 
 class Count(Struct, frozen=True):
-    """What a loss is a mean over: the entries of a tensor of the batch but for those `ignored`, or
-    without a tensor the rows. If it is `summed`, over nothing."""
+    """What a loss is a mean over: the entries of a tensor of the batch but for those `ignored`, the
+    weights in a tensor of fractions, or without a tensor the rows. If it is `summed`: nothing."""
 
     tensor: int | None = None
     ignored: int = 0
@@ -46,11 +46,26 @@ class Count(Struct, frozen=True):
             return 1.0
         if self.tensor is not None:
             labels = tensors[self.tensor]
-            kept = (labels[..., 1:] if self.shifted else labels) != self.ignored
+            kept = labels[..., 1:] if self.shifted else labels
+            kept = kept.double() if kept.is_floating_point() else kept != self.ignored
             own, every = torch.stack([kept[slice(*span)].sum(), kept.sum()]).tolist()
             if every:
                 return float(own / every)
         return (span[1] - span[0]) / num_rows
+
+
+class Place(Struct, frozen=True):
+    """Where an output has the rows: in a dim, behind all else that was flattened into it (as
+    sequences are that come first), or before."""
+
+    dim: int
+    behind: bool
+
+    def opened(self, value: Tensor, rows: int) -> tuple[Tensor, int]:
+        """A view of an output of so many rows where they have a dim of their own, and which."""
+        inner = value.shape[self.dim] // rows
+        sizes = (inner, rows) if self.behind else (rows, inner)
+        return value.unflatten(self.dim, sizes), self.dim + self.behind
 
 
 class Shares(Struct, frozen=True):
@@ -58,7 +73,10 @@ class Shares(Struct, frozen=True):
 
     why_not: str = ""
     count: Count = Count()
-    dims: dict[str, int | None] = {}  # output -> where it has the rows; None: it has none
+    places: dict[str, Place | None] = {}  # output -> where it has the rows; None: it has none
+
+
+NOWHERE = Place(-1, False)
 
 
 class _Tried(NamedTuple):
@@ -100,7 +118,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
                 log.debug("the model does not run on %d rows in %s: %s", count, dtype, error)
                 continue
             if count == 1:
-                return Shares(dims=dict.fromkeys(whole.ends))
+                return Shares(places=dict.fromkeys(whole.ends))
             if all(end.isfinite().all() for end in whole.ends.values()):
                 return trial.judged(rows, tensors, labels)
     if count > 1:
@@ -116,7 +134,7 @@ class _Trial:
         self.model, self.call, self.loss_fn, self.device = model, call, loss_fn, device
         self.limit = limit
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.dims: dict[str, int | None] = {}
+        self.places: dict[str, Place | None] = {}
 
     def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels) -> Shares:
         inside = "loss" in self.run(rows).ends
@@ -128,7 +146,7 @@ class _Trial:
             why, counts = self._apart(given, counts, must=number < 2)
             if why:
                 return Shares(why)
-        return Shares(count=counts[0], dims=self.dims)
+        return Shares(count=counts[0], places=self.places)
 
     def run(self, tensors: list[Tensor]) -> _Tried:
         model = self.model
@@ -197,16 +215,16 @@ class _Trial:
         """Outputs and the gradients of a number made of all of them."""
         upstream, own = dict[str, Tensor](), [dict[str, Tensor](), dict[str, Tensor]()]
         for name, end in whole.items():
-            dim = _rows_dim(end, [part[name] for part in parts], spans, self.limit)
-            if dim == -1 or self.dims.setdefault(name, dim) != dim:
+            place = _place(end, [part[name] for part in parts], spans, self.limit)
+            if place == NOWHERE or self.places.setdefault(name, place) != place:
                 return f"the output {name} of few rows together is not that of the rows apart"
             if not end.requires_grad:
                 continue
             upstream[name] = torch.randn_like(end)
-            pieces = ((upstream[name], torch.zeros_like(end)) if dim is None else
-                      upstream[name].split([part[name].shape[dim] for part in parts], dim))
-            for part, piece in zip(own, pieces, strict=True):
-                part[name] = piece
+            for part, values, span in zip(own, parts, spans, strict=True):
+                piece = piece_of(upstream[name], place, span, spans[1][1])
+                part[name] = (torch.zeros_like(end) if piece is None
+                              else piece.reshape(values[name].shape))
         grads = [self._grads(part, given) for part, given in zip(parts, own, strict=True)]
         return _differs(self._grads(whole, upstream), grads, (1.0, 1.0), self.limit)
 
@@ -215,7 +233,8 @@ class _Trial:
         live = [name for name, end in ends.items() if end.requires_grad]
         found = torch.autograd.grad(
             [ends[name] for name in live], list(self.params.values()),
-            [upstream[name] for name in live] if upstream else None, allow_unused=True,
+            [upstream[name] for name in live] if upstream else None, retain_graph=True,
+            allow_unused=True,
         ) if live else [None] * len(self.params)
         return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g
                 for (n, p), g in zip(self.params.items(), found, strict=True)}
@@ -229,20 +248,14 @@ def _far(value: Tensor, has_rows: bool) -> Tensor:
     return value * size.view(-1, *[1] * (value.dim() - 1))
 
 
-def _labels_of(call: Call, rows: list[Tensor]) -> list[int]:
-    """The tensors that may say what counts: whole numbers, and masks."""
-    return [i for i, (t, r) in enumerate(zip(rows, call.rows, strict=True))
-            if r and (not t.is_floating_point() or bool(((t == 0) | (t == 1)).all()))]
-
-
 def _counts(call: Call, rows: list[Tensor], ignored: Iterable[int]) -> Iterator[Count]:
     """What a mean may be over, the likeliest first."""
     yield Count()
     yield Count(summed=True)
-    for i in _labels_of(call, rows):
-        for value in ignored:
+    for i, (values, has_rows) in enumerate(zip(rows, call.rows, strict=True)):
+        for value in ([0] if values.is_floating_point() else ignored) if has_rows else ():
             yield Count(i, value)
-            if rows[i].dim() > 1:
+            if values.dim() > 1:
                 yield Count(i, value, shifted=True)
 
 
@@ -251,12 +264,16 @@ def _left_out(call: Call, rows: list[Tensor], tensors: list[Tensor], ignored: li
     """The same rows, where half of the labels of one are left out. It is done with the labels of a
     cross-entropy, with values that the batch has anyway, and with zeros: others may be looked up
     in a table, which on a GPU ends the process."""
-    for i in _labels_of(call, rows):
-        read = any(torch.equal(rows[i], x) for x in labels.indices)
-        target = not read and any(_alike(rows[i], x, ignored) for x in labels.targets)
+    for i, (values, has_rows) in enumerate(zip(rows, call.rows, strict=True)):
+        mask = bool(((values == 0) | (values == 1)).all())
+        if not has_rows or (values.is_floating_point() and not mask):
+            continue
+        target = (not any(torch.equal(values, x) for x in labels.indices)
+                  and any(_alike(values, x, ignored) for x in labels.targets))
         for value in ignored:
-            if target or value == 0 or bool((tensors[i] == value).any()):
-                changed = rows[i].clone(memory_format=torch.contiguous_format)
+            known = value == 0 or (target and value in labels.ignored)
+            if known or bool((tensors[i] == value).any()):
+                changed = values.clone(memory_format=torch.contiguous_format)
                 flat = changed.view(len(changed), -1)
                 flat[1, flat.shape[1] // 2:] = value
                 yield [*rows[:i], changed, *rows[i + 1:]]
@@ -270,22 +287,34 @@ def _alike(values: Tensor, target: Tensor, ignored: list[int]) -> bool:
     return torch.equal(kept[0], kept[1]) or torch.equal(kept[0], kept[2])
 
 
-def _rows_dim(whole: Tensor, parts: list[Tensor], spans: tuple[Span, Span],
-              limit: float) -> int | None:
-    """Where an output has the rows; None: it has none, -1: it cannot be joined."""
-    def near(a: Tensor) -> bool:
-        size = float(whole.detach().double().abs().max()) if whole.numel() else 0.0
-        return torch.allclose(a.double(), whole.double(), limit, limit * size)
+def piece_of(whole: Tensor, place: Place | None, span: Span, num_rows: int) -> Tensor | None:
+    """A view of what these rows make of an output; what has no rows is made of the first."""
+    if place is None or span[0] == span[1]:
+        return whole if span[0] == 0 < span[1] else None
+    opened, dim = place.opened(whole, num_rows)
+    return opened.narrow(dim, span[0], span[1] - span[0])
 
-    if all(part.shape == whole.shape and near(part) for part in parts):
+
+def _place(whole: Tensor, parts: list[Tensor], spans: tuple[Span, Span],
+           limit: float) -> Place | None:
+    def near(a: Tensor, b: Tensor) -> bool:
+        size = float(whole.detach().double().abs().max()) if whole.numel() else 0.0
+        return torch.allclose(a.double(), b.double(), limit, limit * size)
+
+    if all(part.shape == whole.shape and near(part, whole) for part in parts):
         return None
-    for dim in range(whole.dim()):
-        sizes = [[s for d, s in enumerate(x.shape) if d != dim] for x in (whole, *parts)]
-        fits = all(p.shape[dim] * spans[1][1] == whole.shape[dim] * (end - start)
-                   for p, (start, end) in zip(parts, spans, strict=True))
-        if sizes[0] == sizes[1] == sizes[2] and fits and near(torch.cat(parts, dim)):
-            return dim
-    return -1
+    num_rows = spans[1][1]
+    for dim, size in enumerate(whole.shape):
+        shapes = [(*whole.shape[:dim], size // num_rows * (b - a), *whole.shape[dim + 1:])
+                  for a, b in spans]
+        if size % num_rows or shapes != [tuple(part.shape) for part in parts]:
+            continue
+        for place in (Place(dim, False), Place(dim, True)):
+            pieces = [piece_of(whole, place, span, num_rows) for span in spans]
+            if all(piece is not None and near(piece.reshape(part.shape), part)
+                   for piece, part in zip(pieces, parts, strict=True)):
+                return place
+    return NOWHERE
 
 
 def _differs(want: dict[str, Tensor], parts: list[dict[str, Tensor]], shares: tuple[float, ...],
