@@ -190,6 +190,29 @@ def claim_the_loss_may_be_outside_of_a_model_that_cannot_be_exported() -> None:
     _same_steps(Words(), [(ids, labels), (ids, _cut(labels)), (one, one)], _outside)
 
 
+class Counting(Words):
+    """Returns numbers beside tensors, and reads a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        self.calls += 1
+        logits = super().forward(ids)["logits"] * (1 + 0 * self.calls)
+        return logits, ids.shape[0], logits.sum().item()
+
+
+def claim_numbers_are_those_of_all_rows_or_withheld() -> None:
+    def loss_of(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        logits, rows, total = model(ids, labels)
+        assert type(total) is float or "number 2" in repr(total)
+        loss: Tensor = logits.square().sum() / rows
+        return loss
+
+    _same_steps(Counting(), [_words(rows) for rows in (4, 5, 1)], loss_of)
+
+
 def claim_two_forwards_before_one_backward_and_gradients_that_add_up() -> None:
     def loss_of(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         (_loss(model, ids, labels) / 3).backward()

@@ -140,6 +140,7 @@ class _Step:
         span = rows.start, rows.stop
         run = span if span[0] < span[1] else (0, 1)
         form, named = self._forward(call, call.slice(tensors, *run))
+        form = shares.form(form, run[1] - run[0], call.num_rows)
         if "loss" not in named:
             return returned(self._outside(named, span, call.num_rows, shares.places), form,
                             call.num_rows, train=False)
@@ -208,7 +209,7 @@ class _Step:
         used = torch.tensor([float(g is not None) for g in found], device=loss.device)
         kind = torch.promote_types(loss.dtype, torch.float32)
         sums = world.sum(torch.cat([loss.detach().reshape(1).to(kind), used.to(kind)]))
-        pairs = [(cast(Tensor, p), torch.zeros_like(p) if g is None else g)
+        pairs = [(cast(Tensor, p), torch.zeros_like(p) if g is None else g.to_dense())
                  for p, g, seen in zip(params, found, sums[1:].tolist(), strict=True) if seen]
         return sums[0].clone(), pairs if world.size == 1 else self._sent(pairs)
 
@@ -216,7 +217,7 @@ class _Step:
         """One bucket is packed while those before it travel."""
         world, under_way = self.parallel.world, []
         for bucket in _buckets(pairs, self.parallel.plan.bucket_bytes):
-            flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for _, g in bucket])
+            flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
             under_way.append((bucket, flat, world.start_sum(flat, world.aside)))
         result = []
         for bucket, flat, works in under_way:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..trace.call import Call
-from ..trace.form import LossFn, outputs_of
+from ..trace.form import Form, LossFn, Named, outputs_of
 from .randomness import untouched
 
 log = logging.getLogger("autopar_torch")
 MOST_ROWS = 4
-LIMIT = {torch.float64: 1e-6, torch.float32: 1e-3}
+LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3}  # losses may make float32 of float64
 FARTHEST = 1e-2  # of the largest gradient: below it, a parameter's is noise
 IGNORED = (-100, -1, 0)  # labels that are usually left out, or padding, or what a mask leaves out
 Span = tuple[int, int]
@@ -74,6 +75,17 @@ class Shares(Struct, frozen=True):
     why_not: str = ""
     count: Count = Count()
     places: dict[str, Place | None] = {}  # output -> where it has the rows; None: it has none
+    growing: tuple[int, ...] = ()  # leaves of the form that are numbers in proportion to the rows
+    unknown: tuple[int, ...] = ()  # and those that depend on them in another way
+
+    def form(self, form: Form, own_rows: int, num_rows: int) -> Form:
+        """That of all rows, from that of a part."""
+        leaves = list(form.leaves)
+        for i in self.growing:
+            leaves[i] = leaves[i] // own_rows * num_rows
+        for i in self.unknown:
+            leaves[i] = Named(f"number {i}")
+        return replace(form, leaves=tuple(leaves))
 
 
 NOWHERE = Place(-1, False)
@@ -82,6 +94,7 @@ NOWHERE = Place(-1, False)
 class _Tried(NamedTuple):
     ends: dict[str, Tensor]
     buffers: dict[str, Tensor]  # as the run left them
+    leaves: tuple[Any, ...]
 
 
 class _Labels(TorchDispatchMode):
@@ -134,7 +147,10 @@ class _Trial:
         self.model, self.call, self.loss_fn, self.device = model, call, loss_fn, device
         self.limit = limit
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.buffers = [(m, n, b) for m in model.modules() for n, b in m._buffers.items()
+                        if b is not None]
         self.places: dict[str, Place | None] = {}
+        self.growing, self.unknown = set[int](), set[int]()
 
     def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels) -> Shares:
         inside = "loss" in self.run(rows).ends
@@ -142,40 +158,40 @@ class _Trial:
         counts = list(_counts(self.call, rows, ignored)) if inside else [Count(summed=True)]
         changed = [rows, [_far(t, r) for t, r in zip(rows, self.call.rows, strict=True)]]
         changed += _left_out(self.call, rows, tensors, ignored, labels) if inside else []
-        for number, given in enumerate(changed):
-            why, counts = self._apart(given, counts, must=number < 2)
+        for given in changed:
+            why, counts = self._apart(given, counts)
             if why:
                 return Shares(why)
-        return Shares(count=counts[0], places=self.places)
+        return Shares("", counts[0], self.places, tuple(self.growing - self.unknown),
+                      tuple(self.unknown))
 
     def run(self, tensors: list[Tensor]) -> _Tried:
         model = self.model
-        buffers = {name: value.clone() for name, value in model.named_buffers()}
+        fresh = {id(value): value.clone() for *_, value in self.buffers}
+        for module, name, value in self.buffers:
+            module._buffers[name] = fresh[id(value)]
         drops = {m: m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
         for module in drops:
             module.p = 0.0
         torch.manual_seed(0)
         try:
             with torch.enable_grad(), self.call.surroundings(self.device):
-                _, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
-            left = {name: value.clone() for name, value in model.named_buffers()}
+                form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
         finally:
             for module, chance in drops.items():
                 module.p = chance
-            with torch.no_grad():
-                for name, value in model.named_buffers():
-                    value.copy_(buffers[name])
-        return _Tried({"loss": named["loss"]} if "loss" in named else named, left)
+        left = {name: value.clone() for name, value in model.named_buffers()}
+        return _Tried({"loss": named["loss"]} if "loss" in named else named, left, form.leaves)
 
-    def _apart(self, tensors: list[Tensor], counts: list[Count],
-               must: bool) -> tuple[str, list[Count]]:
-        """The counts by which these rows join, or why there is none. `must`: rows as they are have
-        to run; changed labels may be none that the model knows."""
+    def _apart(self, tensors: list[Tensor], counts: list[Count]) -> tuple[str, list[Count]]:
+        """The counts by which these rows join, or why there is none. They may have been changed to
+        what the model does not know."""
         num_rows = next(len(t) for t, r in zip(tensors, self.call.rows, strict=True) if r)
         try:
             whole = self.run(tensors)
         except Exception as error:  # of the model, whatever it is
-            return (str(error)[:80] if must else ""), counts
+            log.debug("the model does not run on changed rows: %s", error)
+            return "", counts
         if not all(end.isfinite().all() for end in whole.ends.values()):
             return "", counts
         for first in sorted({1, num_rows // 2}):
@@ -188,6 +204,8 @@ class _Trial:
                 if not all(torch.allclose(kept, p.buffers[n], self.limit, self.limit, True)
                            for p in parts):
                     return f"the buffer {n} would record the rows of one rank only", []
+            if why := self._joined_numbers([whole, *parts], spans):
+                return why, []
             found = [part.ends for part in parts]
             why, counts = (self._joined_loss(whole.ends, found, tensors, spans, counts)
                            if "loss" in whole.ends else
@@ -195,6 +213,19 @@ class _Trial:
             if why:
                 return why, []
         return "", counts
+
+    def _joined_numbers(self, runs: list[_Tried], spans: tuple[Span, Span]) -> str:
+        """Numbers that are returned as such: equal, growing with the rows, or not known of all."""
+        if len({len(run.leaves) for run in runs}) > 1:
+            return "the model returns something else for other rows"
+        sizes = [spans[1][1], *(end - start for start, end in spans)]
+        for i, values in enumerate(zip(*(run.leaves for run in runs), strict=True)):
+            if all(value == values[0] for value in values):
+                continue
+            grows = all(type(value) is int and value * sizes[0] == values[0] * size
+                        for value, size in zip(values, sizes, strict=True))
+            (self.growing if grows else self.unknown).add(i)
+        return ""
 
     def _joined_loss(self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]],
                      tensors: list[Tensor], spans: tuple[Span, Span],
@@ -236,7 +267,7 @@ class _Trial:
             [upstream[name] for name in live] if upstream else None, retain_graph=True,
             allow_unused=True,
         ) if live else [None] * len(self.params)
-        return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g
+        return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g.to_dense()
                 for (n, p), g in zip(self.params.items(), found, strict=True)}
 
 
