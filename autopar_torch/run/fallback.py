@@ -26,9 +26,10 @@ from ..trace.call import Call
 from ..trace.form import Form, LossFn, outputs_of
 from .handover import Upstream, hand_over, promise
 from .model import ParallelModel
+from .nonfinite import Rows
 from .randomness import dropout_apart
 from .returned import returned
-from .shared_out import Place, Shares, Span, piece_of, tried
+from .shared_out import Place, Shares, piece_of, tried
 from .step import check_alike
 from .world import World
 
@@ -154,7 +155,7 @@ class _Step:
 
     # --- a loss outside of the model ----------------------------------------------------------
 
-    def _outside(self, named: dict[str, Tensor], span: Span, num_rows: int,
+    def _outside(self, named: dict[str, Tensor], span: Rows, num_rows: int,
                  places: dict[str, Place | None]) -> dict[str, Tensor]:
         """Whole outputs. Their backward runs on the rows of each rank."""
         parallel, world = self.parallel, self.parallel.world
@@ -178,7 +179,7 @@ class _Step:
         ends = {name: x for name, x in whole.items() if named[name].requires_grad}
         return {**whole, **promise(parallel.anchor, ends, params, finish)} if ends else whole
 
-    def _check_joined(self, named: dict[str, Tensor], span: Span,
+    def _check_joined(self, named: dict[str, Tensor], span: Rows,
                       places: dict[str, Place | None]) -> None:
         """Whether the ranks return the same outputs, and it is known how to join them."""
         rows = max(1, span[1] - span[0])
@@ -250,7 +251,7 @@ def _shape(part: Tensor, place: Place | None, rows: int, num_rows: int) -> list[
     return shape
 
 
-def _whole(world: World, part: Tensor, place: Place | None, span: Span, num_rows: int) -> Tensor:
+def _whole(world: World, part: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor:
     """An output of all rows, on every rank."""
     kind = torch.uint8 if part.dtype == torch.bool else part.dtype
     shape = _shape(part, place, max(1, span[1] - span[0]), num_rows)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..trace.call import Call
 from ..trace.form import Form, LossFn, Named, outputs_of
+from .nonfinite import Rows
 from .randomness import untouched
 
 log = logging.getLogger("autopar_torch")
@@ -29,10 +30,9 @@ MOST_ROWS = 4
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3}  # losses may make float32 of float64
 FARTHEST = 1e-2  # of the largest gradient: below it, a parameter's is noise
 IGNORED = (-100, -1, 0)  # labels that are usually left out, or padding, or what a mask leaves out
-Span = tuple[int, int]
 
 
-class Count(Struct, frozen=True):
+class MeanOver(Struct, frozen=True):
     """What a loss is a mean over: the entries of a tensor of the batch but for those `ignored`, the
     weights in a tensor of fractions, or without a tensor the rows. If it is `summed`: nothing."""
 
@@ -41,7 +41,7 @@ class Count(Struct, frozen=True):
     shifted: bool = False  # each position predicts the next: the first label is not used
     summed: bool = False
 
-    def share(self, tensors: Sequence[Tensor], span: Span, num_rows: int) -> float:
+    def share(self, tensors: Sequence[Tensor], span: Rows, num_rows: int) -> float:
         """What the loss of these rows counts in that of all."""
         if self.summed:
             return 1.0
@@ -73,7 +73,7 @@ class Shares(Struct, frozen=True):
     """How results of parts of the rows join, or `why_not`."""
 
     why_not: str = ""
-    count: Count = Count()
+    count: MeanOver = MeanOver()
     places: dict[str, Place | None] = {}  # output -> where it has the rows; None: it has none
     growing: tuple[int, ...] = ()  # leaves of the form that are numbers in proportion to the rows
     unknown: tuple[int, ...] = ()  # and those that depend on them in another way
@@ -123,7 +123,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             rows = [t.to(dtype) if t.is_floating_point() else t
                     for t in call.slice(tensors, 0, count)]
             try:
-                trial = _Trial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
+                trial = _RowsTrial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
                 labels = _Labels()
                 with labels:
                     whole = trial.run(rows)
@@ -139,7 +139,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
     return Shares()
 
 
-class _Trial:
+class _RowsTrial:
     """Runs of a copy of the model. Where it returns a loss, only this and its gradients count."""
 
     def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None, device: torch.device,
@@ -155,7 +155,7 @@ class _Trial:
     def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels) -> Shares:
         inside = "loss" in self.run(rows).ends
         ignored = sorted({*IGNORED, *labels.ignored})
-        counts = list(_counts(self.call, rows, ignored)) if inside else [Count(summed=True)]
+        counts = list(_counts(self.call, rows, ignored)) if inside else [MeanOver(summed=True)]
         changed = [rows, [_far(t, r) for t, r in zip(rows, self.call.rows, strict=True)]]
         changed += _left_out(self.call, rows, tensors, ignored, labels) if inside else []
         for given in changed:
@@ -183,7 +183,7 @@ class _Trial:
         left = {name: value.clone() for name, value in model.named_buffers()}
         return _Tried({"loss": named["loss"]} if "loss" in named else named, left, form.leaves)
 
-    def _apart(self, tensors: list[Tensor], counts: list[Count]) -> tuple[str, list[Count]]:
+    def _apart(self, tensors: list[Tensor], counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
         """The counts by which these rows join, or why there is none. They may have been changed to
         what the model does not know."""
         num_rows = next(len(t) for t, r in zip(tensors, self.call.rows, strict=True) if r)
@@ -214,7 +214,7 @@ class _Trial:
                 return why, []
         return "", counts
 
-    def _joined_numbers(self, runs: list[_Tried], spans: tuple[Span, Span]) -> str:
+    def _joined_numbers(self, runs: list[_Tried], spans: tuple[Rows, Rows]) -> str:
         """Numbers that are returned as such: equal, growing with the rows, or not known of all."""
         if len({len(run.leaves) for run in runs}) > 1:
             return "the model returns something else for other rows"
@@ -228,9 +228,9 @@ class _Trial:
         return ""
 
     def _joined_loss(self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]],
-                     tensors: list[Tensor], spans: tuple[Span, Span],
-                     counts: list[Count]) -> tuple[str, list[Count]]:
-        by_shares: dict[tuple[float, ...], list[Count]] = {}
+                     tensors: list[Tensor], spans: tuple[Rows, Rows],
+                     counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
+        by_shares: dict[tuple[float, ...], list[MeanOver]] = {}
         for count in counts:
             shares = tuple(count.share(tensors, span, spans[1][1]) for span in spans)
             by_shares.setdefault(shares, []).append(count)
@@ -242,7 +242,7 @@ class _Trial:
         return ("" if kept else next(iter(whys.values()))), kept
 
     def _joined_outputs(self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]],
-                        spans: tuple[Span, Span]) -> str:
+                        spans: tuple[Rows, Rows]) -> str:
         """Outputs and the gradients of a number made of all of them."""
         upstream, own = dict[str, Tensor](), [dict[str, Tensor](), dict[str, Tensor]()]
         for name, end in whole.items():
@@ -279,15 +279,15 @@ def _far(value: Tensor, has_rows: bool) -> Tensor:
     return value * size.view(-1, *[1] * (value.dim() - 1))
 
 
-def _counts(call: Call, rows: list[Tensor], ignored: Iterable[int]) -> Iterator[Count]:
+def _counts(call: Call, rows: list[Tensor], ignored: Iterable[int]) -> Iterator[MeanOver]:
     """What a mean may be over, the likeliest first."""
-    yield Count()
-    yield Count(summed=True)
+    yield MeanOver()
+    yield MeanOver(summed=True)
     for i, (values, has_rows) in enumerate(zip(rows, call.rows, strict=True)):
         for value in ([0] if values.is_floating_point() else ignored) if has_rows else ():
-            yield Count(i, value)
+            yield MeanOver(i, value)
             if values.dim() > 1:
-                yield Count(i, value, shifted=True)
+                yield MeanOver(i, value, shifted=True)
 
 
 def _left_out(call: Call, rows: list[Tensor], tensors: list[Tensor], ignored: list[int],
@@ -318,7 +318,7 @@ def _alike(values: Tensor, target: Tensor, ignored: list[int]) -> bool:
     return torch.equal(kept[0], kept[1]) or torch.equal(kept[0], kept[2])
 
 
-def piece_of(whole: Tensor, place: Place | None, span: Span, num_rows: int) -> Tensor | None:
+def piece_of(whole: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor | None:
     """A view of what these rows make of an output; what has no rows is made of the first."""
     if place is None or span[0] == span[1]:
         return whole if span[0] == 0 < span[1] else None
@@ -326,7 +326,7 @@ def piece_of(whole: Tensor, place: Place | None, span: Span, num_rows: int) -> T
     return opened.narrow(dim, span[0], span[1] - span[0])
 
 
-def _place(whole: Tensor, parts: list[Tensor], spans: tuple[Span, Span],
+def _place(whole: Tensor, parts: list[Tensor], spans: tuple[Rows, Rows],
            limit: float) -> Place | None:
     def near(a: Tensor, b: Tensor) -> bool:
         size = float(whole.detach().double().abs().max()) if whole.numel() else 0.0
