@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
@@ -95,6 +97,7 @@ class _Tried(NamedTuple):
     ends: dict[str, Tensor]
     buffers: dict[str, Tensor]  # as the run left them
     leaves: tuple[Any, ...]
+    params: dict[str, nn.Parameter]
 
 
 class _Labels(TorchDispatchMode):
@@ -146,9 +149,6 @@ class _RowsTrial:
                  limit: float) -> None:
         self.model, self.call, self.loss_fn, self.device = model, call, loss_fn, device
         self.limit = limit
-        self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.buffers = [(m, n, b) for m in model.modules() for n, b in m._buffers.items()
-                        if b is not None]
         self.places: dict[str, Place | None] = {}
         self.growing, self.unknown = set[int](), set[int]()
 
@@ -166,22 +166,18 @@ class _RowsTrial:
                       tuple(self.unknown))
 
     def run(self, tensors: list[Tensor]) -> _Tried:
-        model = self.model
-        fresh = {id(value): value.clone() for *_, value in self.buffers}
-        for module, name, value in self.buffers:
-            module._buffers[name] = fresh[id(value)]
-        drops = {m: m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
-        for module in drops:
-            module.p = 0.0
-        torch.manual_seed(0)
-        try:
-            with torch.enable_grad(), self.call.surroundings(self.device):
-                form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
-        finally:
-            for module, chance in drops.items():
-                module.p = chance
-        left = {name: value.clone() for name, value in model.named_buffers()}
-        return _Tried({"loss": named["loss"]} if "loss" in named else named, left, form.leaves)
+        """Every run begins alike: with the same buffers, attributes and numbers drawn."""
+        model = copy.deepcopy(self.model)
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        with torch.enable_grad(), self.call.surroundings(self.device):
+            form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
+        return _Tried({"loss": named["loss"]} if "loss" in named else named,
+                      dict(model.named_buffers()), form.leaves,
+                      {n: p for n, p in model.named_parameters() if p.requires_grad})
 
     def _apart(self, tensors: list[Tensor], counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
         """The counts by which these rows join, or why there is none. They may have been changed to
@@ -206,10 +202,9 @@ class _RowsTrial:
                     return f"the buffer {n} would record the rows of one rank only", []
             if why := self._joined_numbers([whole, *parts], spans):
                 return why, []
-            found = [part.ends for part in parts]
-            why, counts = (self._joined_loss(whole.ends, found, tensors, spans, counts)
+            why, counts = (self._joined_loss(whole, parts, tensors, spans, counts)
                            if "loss" in whole.ends else
-                           (self._joined_outputs(whole.ends, found, spans), counts))
+                           (self._joined_outputs(whole, parts, spans), counts))
             if why:
                 return why, []
         return "", counts
@@ -227,26 +222,26 @@ class _RowsTrial:
             (self.growing if grows else self.unknown).add(i)
         return ""
 
-    def _joined_loss(self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]],
+    def _joined_loss(self, whole: _Tried, parts: list[_Tried],
                      tensors: list[Tensor], spans: tuple[Rows, Rows],
                      counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
         by_shares: dict[tuple[float, ...], list[MeanOver]] = {}
         for count in counts:
             shares = tuple(count.share(tensors, span, spans[1][1]) for span in spans)
             by_shares.setdefault(shares, []).append(count)
-        want = {"the loss": whole["loss"].detach()} | self._grads(whole)
-        own = [{"the loss": part["loss"].detach()} | self._grads(part) for part in parts]
+        want = {"the loss": whole.ends["loss"].detach()} | _grads(whole)
+        own = [{"the loss": part.ends["loss"].detach()} | _grads(part) for part in parts]
         whys = {shares: _differs(want, own, shares, self.limit) for shares in by_shares}
         kept = [count for count in counts for shares, why in whys.items()
                 if not why and count in by_shares[shares]]
         return ("" if kept else next(iter(whys.values()))), kept
 
-    def _joined_outputs(self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]],
+    def _joined_outputs(self, whole: _Tried, parts: list[_Tried],
                         spans: tuple[Rows, Rows]) -> str:
         """Outputs and the gradients of a number made of all of them."""
         upstream, own = dict[str, Tensor](), [dict[str, Tensor](), dict[str, Tensor]()]
-        for name, end in whole.items():
-            place = _place(end, [part[name] for part in parts], spans, self.limit)
+        for name, end in whole.ends.items():
+            place = _place(end, [part.ends[name] for part in parts], spans, self.limit)
             if place == NOWHERE or self.places.setdefault(name, place) != place:
                 return f"the output {name} of few rows together is not that of the rows apart"
             if not end.requires_grad:
@@ -255,20 +250,20 @@ class _RowsTrial:
             for part, values, span in zip(own, parts, spans, strict=True):
                 piece = piece_of(upstream[name], place, span, spans[1][1])
                 part[name] = (torch.zeros_like(end) if piece is None
-                              else piece.reshape(values[name].shape))
-        grads = [self._grads(part, given) for part, given in zip(parts, own, strict=True)]
-        return _differs(self._grads(whole, upstream), grads, (1.0, 1.0), self.limit)
+                              else piece.reshape(values.ends[name].shape))
+        grads = [_grads(part, given) for part, given in zip(parts, own, strict=True)]
+        return _differs(_grads(whole, upstream), grads, (1.0, 1.0), self.limit)
 
-    def _grads(self, ends: dict[str, Tensor],
-               upstream: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        live = [name for name, end in ends.items() if end.requires_grad]
-        found = torch.autograd.grad(
-            [ends[name] for name in live], list(self.params.values()),
-            [upstream[name] for name in live] if upstream else None, retain_graph=True,
-            allow_unused=True,
-        ) if live else [None] * len(self.params)
-        return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g.to_dense()
-                for (n, p), g in zip(self.params.items(), found, strict=True)}
+
+def _grads(run: _Tried, upstream: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    live = [name for name, end in run.ends.items() if end.requires_grad]
+    found = torch.autograd.grad(
+        [run.ends[name] for name in live], list(run.params.values()),
+        [upstream[name] for name in live] if upstream else None, retain_graph=True,
+        allow_unused=True,
+    ) if live else [None] * len(run.params)
+    return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g.to_dense()
+            for (n, p), g in zip(run.params.items(), found, strict=True)}
 
 
 def _far(value: Tensor, has_rows: bool) -> Tensor:
