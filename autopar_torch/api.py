@@ -328,9 +328,10 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, erro
     place = parallel.world
     if given is None:
         done = replace(_done_alone(asked.limits), dp=place.size, num_micro_batches=1,
-                       recompute=False, precision="float32")
+                       recompute=False, grad_dtype="float32")
         _tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
-    plan = given or replace(Plan.uniform(dp=place.size), reason="it cannot be traced")
+    plan = given or replace(Plan.uniform(dp=place.size, precision=asked.limits.precision),
+                            reason="it cannot be traced")
     fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source, call, tensors)
 
 

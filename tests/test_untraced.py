@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autopar_torch as ap
 import claims
@@ -82,6 +85,164 @@ def claim_rows_that_depend_on_each_other_are_not_shared_out() -> None:
         assert all(not b.any() for b in model.module.buffers())
 
 
+class Words(nn.Module):
+    """A language model over rows, or over (length, rows), that cannot be exported."""
+
+    def __init__(self, rows_first: bool = True, ignored: int = -100, reduction: str = "mean",
+                 weighed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.unused = nn.Embedding(12, 8), nn.Linear(2, 2)
+        self.mix, self.along = nn.Linear(8, 8), 1 if rows_first else 0
+        self.head, self.heat = nn.Linear(8, 12), nn.Parameter(torch.tensor(0.5))
+        self.ignored, self.reduction, self.weighed = ignored, reduction, weighed
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        if ids.sum() > 1e9:
+            return self.heat
+        logits = self.head(self.mix(self.embed(ids)).tanh().cumsum(self.along))
+        if labels is None:
+            return {"logits": logits, "flat": logits.view(-1, 12), "heat": self.heat.exp()}
+        if mask is not None:
+            each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            loss = (each * mask.flatten()).sum() / mask.sum()
+        else:
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(),
+                                   ignore_index=self.ignored, reduction=self.reduction)
+        return loss + logits.square().mean() if self.weighed else loss, logits
+
+
+class Shifted(Words):
+    """Each position predicts the next one, as causal models of transformers do."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        return super().forward(ids[:, :-1], None if labels is None else labels[:, 1:], mask)
+
+
+def _words(rows: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids, labels = torch.randint(1, 12, (2, rows, 6),
+                                generator=torch.Generator().manual_seed(seed))
+    return ids, labels
+
+
+def _cut(labels: Tensor, value: int = -100) -> Tensor:
+    """Labels left out in unequal numbers: all of the last two rows, most of the first."""
+    labels = labels.clone()
+    labels[0, 2:] = labels[-2:] = value
+    return labels
+
+
+def _same_steps(plain: nn.Module, batches: Any, loss_of: Any, **options: Any) -> Any:
+    """Losses and gradients of steps on two ranks are those of plain PyTorch."""
+    options = {"plan": ap.Plan.uniform(dp=2), **options}
+    model = ap.parallelize(copy.deepcopy(plain).double(), **options)
+    plain.double()
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for number, given in enumerate(batches):
+        loss, want = (loss_of(m, *given) for m in (model, plain))
+        loss.backward()
+        want.backward()
+        assert _near(loss, want, 1e-9), (number, float(loss), float(want))
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or _near(q.grad, p.grad, 1e-8), (number, name)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert model.fallback_reason
+    return model
+
+
+def _loss(model: Any, *given: Tensor) -> Tensor:
+    loss: Tensor = model(*given)[0]
+    return loss
+
+
+def claim_labels_left_out_in_unequal_numbers_are_weighed_though_the_first_batch_has_none() -> None:
+    for kind in (Words, Shifted):
+        (ids, labels), (one, _) = _words(), _words(1)
+        batches = [(ids, labels), (ids, _cut(labels)), (one, one), _words(2)]
+        _same_steps(kind(), batches, _loss)
+
+
+def claim_paddings_masks_and_sums_are_weighed() -> None:
+    ids, labels = _words()
+    _same_steps(Words(ignored=7), [(ids, labels), (ids, _cut(labels, 7))], _loss)
+    _same_steps(Words(reduction="sum"), [(ids, labels), (ids, _cut(labels))], _loss)
+    mask = torch.ones(5, 6)
+    _same_steps(Words(), [(ids, labels, m) for m in (mask, _cut(mask, 0))], _loss)
+
+
+def claim_two_means_in_one_loss_are_refused() -> None:
+    model = ap.parallelize(Words(weighed=True), plan=ap.Plan.uniform(dp=2))
+    with pytest.raises(PlanError, match=r"(?s)cannot be shared out.*one mean"):
+        model(*_words())
+
+
+def _outside(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    out = model(ids)
+    spread: Tensor = out["flat"].logsumexp(0).max() * out["heat"]
+    return F.cross_entropy(out["logits"].flatten(0, 1), labels.flatten()) + spread
+
+
+def claim_the_loss_may_be_outside_of_a_model_that_cannot_be_exported() -> None:
+    (ids, labels), (one, _) = _words(), _words(1)
+    _same_steps(Words(), [(ids, labels), (ids, _cut(labels)), (one, one)], _outside)
+
+
+class Counting(Words):
+    """Returns numbers beside tensors, and reads a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        self.calls += 1
+        logits = super().forward(ids)["logits"] * (1 + 0 * self.calls)
+        return logits, ids.shape[0], logits.sum().item()
+
+
+def claim_numbers_are_those_of_all_rows_or_withheld() -> None:
+    def loss_of(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        logits, rows, total = model(ids, labels)
+        assert type(total) is float or "number 2" in repr(total)
+        loss: Tensor = logits.square().sum() / rows
+        return loss
+
+    _same_steps(Counting(), [_words(rows) for rows in (4, 5, 1)], loss_of)
+
+
+def claim_two_forwards_before_one_backward_and_gradients_that_add_up() -> None:
+    def loss_of(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        (_loss(model, ids, labels) / 3).backward()
+        return _outside(model, ids, labels) + _outside(model, ids[:3], labels[:3])
+
+    _same_steps(Words(), [_words()], loss_of)
+
+
+def claim_rows_in_another_dim_are_shared_out() -> None:
+    ids, labels = (t.t().contiguous() for t in _words())
+    for loss_of in (_loss, _outside):
+        _same_steps(Words(rows_first=False), [(ids, labels), (ids, _cut(labels.t()).t())], loss_of,
+                    batch_dim=1)
+
+
+def claim_bfloat16_computes_in_it_and_keeps_weights_in_float32() -> None:
+    plain = Words()
+    model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(dp=2, precision="bfloat16"))
+    ids, labels = _words(4)
+    loss = _loss(model, ids, labels)
+    loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = _loss(plain, ids, labels)
+    want.backward()
+    assert _near(loss, want) and not _near(loss, _loss(plain, ids, labels), 1e-6)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert q.grad is None or (p.dtype == p.grad.dtype == torch.float32
+                                  and _near(p.grad, q.grad, 0.05))
+
+
 class _Branches(nn.Linear):
     """Cannot be traced."""
 
@@ -95,9 +256,9 @@ def test_the_plan_of_an_untraceable_model_says_what_is_done(
     parallel = ap.parallelize(_Branches(4, 4), constraints=ASKED)
     parallel(torch.ones(4, 4)).backward()
     assert parallel.fallback_reason
-    assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "float32"
+    assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "bfloat16"
     assert not parallel.plan.replicas[0].stages[0].recompute
-    assert "cannot be traced: precision, num_micro_batches, recompute" in caplog.text
+    assert "cannot be traced: num_micro_batches, recompute" in caplog.text
 
 
 def test_an_untraceable_model_gets_its_weights(tmp_path: Path) -> None:

@@ -1,9 +1,16 @@
-"""Data parallelism on the untouched module, for a model that cannot be exported."""
+"""Data parallelism on the untouched module, for a model that cannot be exported.
+
+Every rank runs the module on its rows; the losses are weighed by what their mean is over, and the
+gradients summed in flat buckets. It is not torch's DistributedDataParallel: that fails at two
+forwards before one backward unless its graph is static, and then branches may not change; it has
+no ranks without rows; and gradients are made here when forward is called, but belong into `.grad`
+only at `backward()`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -11,18 +18,23 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import PlanError, TraceError
+from ..errors import PlanError, RunError, TraceError
 from ..plan import Plan
+from ..shard.collectives import arrive
 from ..trace.burnt import user_hooks
 from ..trace.call import Call
-from ..trace.form import LossFn, form_of, outputs_of
-from . import shared_out
-from .handover import hand_over
+from ..trace.form import Form, LossFn, outputs_of
+from .handover import Upstream, hand_over, promise
 from .model import ParallelModel
+from .nonfinite import Rows
 from .randomness import dropout_apart
 from .returned import returned
+from .shared_out import Place, Shares, piece_of, tried
+from .step import check_alike
+from .world import World
 
 log = logging.getLogger("autopar_torch")
+Grads = list[Tensor | None]
 
 
 def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
@@ -32,17 +44,17 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
     if parallel.world.size > 1:
         _refuse_whole_batch(parallel.module, reason)
     log.warning(
-        "the model cannot be traced, so it trains with data parallelism on the untouched module; "
-        "the loss is averaged by rows. Reason: %s", reason,
+        "the model cannot be traced, so it trains with data parallelism on the untouched module. "
+        "Reason: %s", reason,
     )
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
-    if parallel.world.size > 1:
-        _refuse_coupled(parallel, call, tensors, loss_fn, reason)
-    parallel.adopt_untraced(_plain(plan, parallel.outputs), reason, _Step(parallel, loss_fn))
+    step = _Step(parallel, loss_fn, reason)
+    step.shares(call, tensors)
+    parallel.adopt_untraced(_plain(plan, parallel.outputs), reason, step)
 
 
 def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
@@ -60,20 +72,6 @@ def _refuse_whole_batch(model: nn.Module, reason: str) -> None:
             )
 
 
-def _refuse_coupled(parallel: ParallelModel, call: Call, tensors: list[Tensor],
-                    loss_fn: LossFn | None, reason: str) -> None:
-    """Rank 0 tries few rows together and apart; all ranks follow what it finds."""
-    why = ""
-    if parallel.world.rank == 0:
-        why = shared_out.refusal(parallel.module, call, tensors, loss_fn, parallel.device)
-    if why := parallel.world.told(why, str):
-        raise PlanError(
-            f"the batch cannot be shared out among replicas: {why}; the model cannot be traced",
-            where=reason, fix="make forward traceable, let rows not depend on each other and "
-            "labels count alike in every row, or train in one process",
-        )
-
-
 def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
     """The part of a plan that is done: replicas, each on its rows. What is dropped is logged."""
     alike = len({replica.num_micro_batches for replica in plan.replicas}) == 1
@@ -82,8 +80,8 @@ def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
                 stages=tuple(replace(stage, recompute=False) for stage in replica.stages))
         for replica in plan.replicas
     )
-    kept = replace(plan, replicas=replicas, zero=0, precision="float32")
-    asked = {"zero": plan.zero, "precision": plan.precision != "float32", "outputs": outputs,
+    kept = replace(plan, replicas=replicas, zero=0, grad_dtype="float32")
+    asked = {"zero": plan.zero, "grad_dtype": plan.grad_dtype != "float32", "outputs": outputs,
              "num_micro_batches, recompute": replicas != plan.replicas}
     if dropped := [name for name, wanted in asked.items() if wanted]:
         log.warning("not honoured, as the model cannot be traced: %s", ", ".join(dropped))
@@ -91,51 +89,173 @@ def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
 
 
 class _Step:
-    """Forward and backward of this rank's rows; gradients are summed by rows."""
+    """Forward and backward of this rank's rows."""
 
-    def __init__(self, parallel: ParallelModel, loss_fn: LossFn | None) -> None:
-        self.parallel, self.loss_fn = parallel, loss_fn
+    def __init__(self, parallel: ParallelModel, loss_fn: LossFn | None, reason: str) -> None:
+        self.parallel, self.loss_fn, self.reason = parallel, loss_fn, reason
+        self.known: dict[Any, Shares] = {}
+
+    def shares(self, call: Call, tensors: list[Tensor]) -> Shares:
+        """How results are joined: rank 0 tries it once for each kind of call, and all follow."""
+        parallel = self.parallel
+        if parallel.world.size == 1:
+            return Shares()
+        negative = [bool((t < 0).any()) for t in tensors if not t.is_floating_point()]
+        key = str(call.spec), call.dtypes, call.rows_dims, tuple(negative), call.num_rows == 1
+        if key not in self.known:
+            found = parallel.world.by_first(Shares, lambda: tried(
+                parallel.module, call, tensors, self.loss_fn, parallel.device))
+            if found.why_not:
+                raise PlanError(
+                    f"the batch cannot be shared out among replicas: {found.why_not}; the model "
+                    "cannot be traced", where=self.reason,
+                    fix="make forward traceable, let rows not depend on each other and the loss "
+                    "be one mean (or sum) over rows or labels, or train in one process",
+                )
+            self.known[key] = found
+        return self.known[key]
 
     def __call__(self, call: Call, tensors: list[Tensor]) -> Any:
         parallel = self.parallel
         if not (parallel.training and torch.is_grad_enabled()):  # each rank runs the whole batch
-            with call.surroundings(parallel.device):
-                form, named = outputs_of(parallel.module, self.loss_fn, *call.rebuild(tensors))
+            form, named = self._forward(call, tensors)
             return returned(named, form, call.num_rows, train=False)
+        shares = self.shares(call, tensors)
         parallel.begin_step()
         if parallel.world.size == 1:
-            return self._step(call, tensors)
+            return self._step(call, tensors, shares)
         with parallel.numbers.drawing(), dropout_apart(parallel.replica):
-            return self._step(call, tensors)
+            return self._step(call, tensors, shares)
 
-    def _step(self, call: Call, tensors: list[Tensor]) -> Any:
+    def _forward(self, call: Call, tensors: list[Tensor]) -> tuple[Form, dict[str, Tensor]]:
+        device = self.parallel.device.type
+        half = self.parallel.plan.precision == "bfloat16"
+        with (torch.autocast(device, torch.bfloat16, enabled=half),
+              call.surroundings(self.parallel.device)):
+            return outputs_of(self.parallel.module, self.loss_fn, *call.rebuild(tensors))
+
+    def _step(self, call: Call, tensors: list[Tensor], shares: Shares) -> Any:
+        """A rank without rows runs one that does not count."""
         parallel = self.parallel
         rows = parallel.local_slice(call.num_rows)
-        share = (rows.stop - rows.start) / call.num_rows
-        loss, form = torch.zeros((), device=parallel.device), form_of(["loss"])
-        if share:
-            own = call.rebuild(call.slice(tensors, rows.start, rows.stop))
-            with call.surroundings(parallel.device):
-                form, named = outputs_of(parallel.module, self.loss_fn, *own)
-            if "loss" not in named:
-                raise PlanError("the model returns no loss", where="forward",
-                                fix="return a scalar loss, or pass loss_fn=")
-            loss = named["loss"] * share
-        total = parallel.world.sum(loss.detach().clone())
-        parts = {(rows.start, rows.stop): loss} if share else {}
-        parallel.non_finite.check(parallel.num_steps, parallel.replica, total, parts)
-        total = hand_over(parallel.anchor, total, self._grads(loss))
-        return returned({"loss": total}, form, call.num_rows, train=True)
+        span = rows.start, rows.stop
+        run = span if span[0] < span[1] else (0, 1)
+        form, named = self._forward(call, call.slice(tensors, *run))
+        form = shares.form(form, run[1] - run[0], call.num_rows)
+        if "loss" not in named:
+            return returned(self._outside(named, span, call.num_rows, shares.places), form,
+                            call.num_rows, train=False)
+        share = shares.count.share(tensors, span, call.num_rows) if run == span else 0.0
+        loss = named["loss"] * share if share else torch.zeros_like(named["loss"])
+        total, grads = self._summed(loss, self._grads([loss], None))
+        parallel.non_finite.check(parallel.num_steps, parallel.replica, total,
+                                  {span: loss} if share else {})
+        return returned({"loss": hand_over(parallel.anchor, total, grads)}, form, call.num_rows,
+                        train=True)
 
-    def _grads(self, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
+    # --- a loss outside of the model ----------------------------------------------------------
+
+    def _outside(self, named: dict[str, Tensor], span: Rows, num_rows: int,
+                 places: dict[str, Place | None]) -> dict[str, Tensor]:
+        """Whole outputs. Their backward runs on the rows of each rank."""
+        parallel, world = self.parallel, self.parallel.world
+        if world.size == 1:
+            return named
+        self._check_joined(named, span, places)
+        params = [p for p in parallel.module.parameters() if p.requires_grad]
+
+        def finish(upstream: Upstream) -> Grads:
+            own = {n: piece_of(grad, places[n], span, num_rows) for n, grad in upstream.items()}
+            with world.doing("backward"), torch.enable_grad(), dropout_apart(parallel.replica):
+                check_alike(world, upstream)
+                mine = {n: grad.reshape(named[n].shape) for n, grad in own.items()
+                        if grad is not None}
+                found = self._grads([named[n] for n in mine], list(mine.values()))
+                _, sums = self._summed(torch.zeros((), device=parallel.device), found)
+            grads = {id(param): grad for param, grad in sums}
+            return [grads.get(id(param)) for param in params]
+
+        whole = {name: _whole(world, x, places[name], span, num_rows) for name, x in named.items()}
+        ends = {name: x for name, x in whole.items() if named[name].requires_grad}
+        return {**whole, **promise(parallel.anchor, ends, params, finish)} if ends else whole
+
+    def _check_joined(self, named: dict[str, Tensor], span: Rows,
+                      places: dict[str, Place | None]) -> None:
+        """Whether the ranks return the same outputs, and it is known how to join them."""
+        rows = max(1, span[1] - span[0])
+        facts = sorted([n, str(_shape(x, places.get(n), rows, 1)), str(x.dtype),
+                        str(x.requires_grad)] for n, x in named.items())
+        if any(other != facts for other in self.parallel.world.everyones(facts, list[list[str]])):
+            raise RunError("the replicas return outputs of other shapes or types", where="forward, "
+                           "which cannot be traced", fix="let shapes of outputs not depend on the "
+                           "values of the batch, or return a loss")
+        if absent := [name for name in named if name not in places]:
+            raise PlanError(f"the model returns no loss, and it could not be tried how the rows of "
+                            f"its output {absent[0]} join", where=self.reason,
+                            fix="return a scalar loss, or pass loss_fn=")
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def _grads(self, ends: list[Tensor], upstream: list[Tensor] | None) -> Grads:
+        """Those of this rank's rows, of every parameter that is trained."""
         params = [p for p in self.parallel.module.parameters() if p.requires_grad]
-        found = (torch.autograd.grad(loss, params, allow_unused=True) if loss.requires_grad
-                 else (None,) * len(params))
-        used = torch.tensor([float(g is not None) for g in found], device=self.parallel.device)
-        self.parallel.world.sum(used)
+        if not any(end.requires_grad for end in ends):
+            return [None] * len(params)
+        return list(torch.autograd.grad(ends, params, upstream, allow_unused=True))
+
+    def _summed(self, loss: Tensor, found: Grads) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The loss and the gradients of all ranks. A parameter that no rank used has none."""
+        world = self.parallel.world
+        params = [p for p in self.parallel.module.parameters() if p.requires_grad]
+        used = torch.tensor([float(g is not None) for g in found], device=loss.device)
+        kind = torch.promote_types(loss.dtype, torch.float32)
+        sums = world.sum(torch.cat([loss.detach().reshape(1).to(kind), used.to(kind)]))
+        pairs = [(cast(Tensor, p), torch.zeros_like(p) if g is None else g.to_dense())
+                 for p, g, seen in zip(params, found, sums[1:].tolist(), strict=True) if seen]
+        return sums[0].clone(), pairs if world.size == 1 else self._sent(pairs)
+
+    def _sent(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """One bucket is packed while those before it travel."""
+        world, under_way = self.parallel.world, []
+        for bucket in _buckets(pairs, self.parallel.plan.bucket_bytes):
+            flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
+            under_way.append((bucket, flat, world.start_sum(flat, world.aside)))
         result = []
-        for param, grad, seen in zip(params, found, used.tolist(), strict=True):
-            if seen:
-                full = torch.zeros_like(param) if grad is None else grad.contiguous()
-                result.append((cast(Tensor, param), self.parallel.world.sum(full)))
+        for bucket, flat, works in under_way:
+            arrive(works)
+            pieces = flat.split([p.numel() for p, _ in bucket])
+            result += [(p, piece.view(p.shape))
+                       for (p, _), piece in zip(bucket, pieces, strict=True)]
         return result
+
+
+def _buckets(pairs: list[tuple[Tensor, Tensor]],
+             size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Neighbours of one type; the last parameters come first."""
+    bucket: list[tuple[Tensor, Tensor]] = []
+    for param, grad in reversed(pairs):
+        if bucket and (grad.dtype != bucket[0][1].dtype
+                       or sum(g.nbytes for _, g in bucket) + grad.nbytes > size):
+            yield bucket
+            bucket = []
+        bucket.append((param, grad))
+    if bucket:
+        yield bucket
+
+
+def _shape(part: Tensor, place: Place | None, rows: int, num_rows: int) -> list[int]:
+    """Of an output of `num_rows` rows, of which the part has `rows`."""
+    shape = list(part.shape)
+    if place is not None:
+        shape[place.dim] = shape[place.dim] // rows * num_rows
+    return shape
+
+
+def _whole(world: World, part: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor:
+    """An output of all rows, on every rank."""
+    kind = torch.uint8 if part.dtype == torch.bool else part.dtype
+    shape = _shape(part, place, max(1, span[1] - span[0]), num_rows)
+    whole = torch.zeros(shape, dtype=kind, device=part.device)
+    if (own := piece_of(whole, place, span, num_rows)) is not None:
+        own.copy_(part.detach().reshape(own.shape))
+    return world.sum(whole).to(part.dtype)

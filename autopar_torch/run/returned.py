@@ -67,7 +67,9 @@ class Loss(Tensor):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, (int, slice)):
             return self.own[key]
-        return self.named[key] if isinstance(key, str) else super().__getitem__(key)
+        if isinstance(key, str):
+            return self.named[key] if key in self.named else self.own[key]
+        return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.own)

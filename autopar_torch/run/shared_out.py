@@ -1,63 +1,269 @@
-"""Whether the rows of a batch may be shared out among replicas of a module that is not traced.
+"""Whether the rows of a batch may be shared out among replicas of a module that is not traced, and
+how what they make of them is joined.
 
-The module itself runs on few rows of the first batch, together and apart: losses and gradients,
-weighed by rows, have to add up. Parameters, buffers and random numbers are left as they were.
+The module itself runs on few rows of a batch, together and apart: losses and gradients, weighed by
+a count that is looked for, have to add up; outputs have to lie one behind the other. Labels are
+left out in unequal numbers on the way, so that a mean over labels is not taken for one over rows.
+Parameters, buffers and random numbers are left as they were.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..trace.call import Call
-from ..trace.form import LossFn, outputs_of
+from ..trace.form import Form, LossFn, Named, outputs_of
+from .nonfinite import Rows
 from .randomness import untouched
 
 log = logging.getLogger("autopar_torch")
 MOST_ROWS = 4
-LIMIT = {torch.float64: 1e-6, torch.float32: 1e-3}
+LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3}  # losses may make float32 of float64
 FARTHEST = 1e-2  # of the largest gradient: below it, a parameter's is noise
+IGNORED = (-100, -1, 0)  # labels that are usually left out, or padding, or what a mask leaves out
+
+
+class MeanOver(Struct, frozen=True):
+    """What a loss is a mean over: the entries of a tensor of the batch but for those `ignored`, the
+    weights in a tensor of fractions, or without a tensor the rows. If it is `summed`: nothing."""
+
+    tensor: int | None = None
+    ignored: int = 0
+    shifted: bool = False  # each position predicts the next: the first label is not used
+    summed: bool = False
+
+    def share(self, tensors: Sequence[Tensor], span: Rows, num_rows: int) -> float:
+        """What the loss of these rows counts in that of all."""
+        if self.summed:
+            return 1.0
+        if self.tensor is not None:
+            labels = tensors[self.tensor]
+            kept = labels[..., 1:] if self.shifted else labels
+            kept = kept.double() if kept.is_floating_point() else kept != self.ignored
+            own, every = torch.stack([kept[slice(*span)].sum(), kept.sum()]).tolist()
+            if every:
+                return float(own / every)
+        return (span[1] - span[0]) / num_rows
+
+
+class Place(Struct, frozen=True):
+    """Where an output has the rows: in a dim, behind all else that was flattened into it (as
+    sequences are that come first), or before."""
+
+    dim: int
+    behind: bool
+
+    def opened(self, value: Tensor, rows: int) -> tuple[Tensor, int]:
+        """A view of an output of so many rows where they have a dim of their own, and which."""
+        inner = value.shape[self.dim] // rows
+        sizes = (inner, rows) if self.behind else (rows, inner)
+        return value.unflatten(self.dim, sizes), self.dim + self.behind
+
+
+class Shares(Struct, frozen=True):
+    """How results of parts of the rows join, or `why_not`."""
+
+    why_not: str = ""
+    count: MeanOver = MeanOver()
+    places: dict[str, Place | None] = {}  # output -> where it has the rows; None: it has none
+    growing: tuple[int, ...] = ()  # leaves of the form that are numbers in proportion to the rows
+    unknown: tuple[int, ...] = ()  # and those that depend on them in another way
+
+    def form(self, form: Form, own_rows: int, num_rows: int) -> Form:
+        """That of all rows, from that of a part."""
+        leaves = list(form.leaves)
+        for i in self.growing:
+            leaves[i] = leaves[i] // own_rows * num_rows
+        for i in self.unknown:
+            leaves[i] = Named(f"number {i}")
+        return replace(form, leaves=tuple(leaves))
+
+
+NOWHERE = Place(-1, False)
 
 
 class _Tried(NamedTuple):
-    loss: Tensor
-    grads: dict[str, Tensor]
+    ends: dict[str, Tensor]
     buffers: dict[str, Tensor]  # as the run left them
+    leaves: tuple[Any, ...]
+    params: dict[str, nn.Parameter]
 
 
-def refusal(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn | None,
-            device: torch.device) -> str:
-    """Why not; nothing if they may be, or if there is one row only."""
+class _Labels(TorchDispatchMode):
+    """Sees the labels of cross-entropies, and what is looked up in tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets, self.indices, self.ignored = list[Tensor](), list[Tensor](), set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("nll_loss_forward", "nll_loss2d_forward"):
+            self.targets.append(args[1].detach().clone())
+            self.ignored.add(int(args[4]))
+        elif name == "embedding":
+            self.indices.append(args[1].detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn | None,
+          device: torch.device) -> Shares:
+    """What a trial on few rows finds. One row cannot be shared out, so all outputs are whole."""
     count = min(call.num_rows, MOST_ROWS)
-    if count < 2:
-        return ""
-    rows = call.slice(tensors, 0, count)
     with untouched(device), torch.random.fork_rng(devices=[]):
-        why = ""
         for dtype, limit in LIMIT.items():
+            rows = [t.to(dtype) if t.is_floating_point() else t
+                    for t in call.slice(tensors, 0, count)]
             try:
-                own = copy.deepcopy(model).to(dtype)
-                given = [t.to(dtype) if t.is_floating_point() else t for t in rows]
-                whole = _run(own, call, given, loss_fn, device)
+                trial = _RowsTrial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
+                labels = _Labels()
+                with labels:
+                    whole = trial.run(rows)
             except Exception as error:  # of the model, whatever it is
                 log.debug("the model does not run on %d rows in %s: %s", count, dtype, error)
                 continue
-            if not whole.loss.isfinite():
+            if count == 1:
+                return Shares(places=dict.fromkeys(whole.ends))
+            if all(end.isfinite().all() for end in whole.ends.values()):
+                return trial.judged(rows, tensors, labels)
+    if count > 1:
+        log.warning("whether rows depend on each other could not be tried on %d rows", count)
+    return Shares()
+
+
+class _RowsTrial:
+    """Runs of a copy of the model. Where it returns a loss, only this and its gradients count."""
+
+    def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None, device: torch.device,
+                 limit: float) -> None:
+        self.model, self.call, self.loss_fn, self.device = model, call, loss_fn, device
+        self.limit = limit
+        self.places: dict[str, Place | None] = {}
+        self.growing, self.unknown = set[int](), set[int]()
+
+    def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels) -> Shares:
+        inside = "loss" in self.run(rows).ends
+        ignored = sorted({*IGNORED, *labels.ignored})
+        counts = list(_counts(self.call, rows, ignored)) if inside else [MeanOver(summed=True)]
+        changed = [rows, [_far(t, r) for t, r in zip(rows, self.call.rows, strict=True)]]
+        changed += _left_out(self.call, rows, tensors, ignored, labels) if inside else []
+        for given in changed:
+            why, counts = self._apart(given, counts)
+            if why:
+                return Shares(why)
+        return Shares("", counts[0], self.places, tuple(self.growing - self.unknown),
+                      tuple(self.unknown))
+
+    def run(self, tensors: list[Tensor]) -> _Tried:
+        """Every run begins alike: with the same buffers, attributes and numbers drawn."""
+        model = copy.deepcopy(self.model)
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        with torch.enable_grad(), self.call.surroundings(self.device):
+            form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
+        return _Tried({"loss": named["loss"]} if "loss" in named else named,
+                      dict(model.named_buffers()), form.leaves,
+                      {n: p for n, p in model.named_parameters() if p.requires_grad})
+
+    def _apart(self, tensors: list[Tensor], counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
+        """The counts by which these rows join, or why there is none. They may have been changed to
+        what the model does not know."""
+        num_rows = next(len(t) for t, r in zip(tensors, self.call.rows, strict=True) if r)
+        try:
+            whole = self.run(tensors)
+        except Exception as error:  # of the model, whatever it is
+            log.debug("the model does not run on changed rows: %s", error)
+            return "", counts
+        if not all(end.isfinite().all() for end in whole.ends.values()):
+            return "", counts
+        for first in sorted({1, num_rows // 2}):
+            spans = (0, first), (first, num_rows)
+            try:
+                parts = [self.run(self.call.slice(tensors, *span)) for span in spans]
+            except Exception as error:  # of the model, whatever it is
+                return f"{first} of {num_rows} rows alone do not run ({str(error)[:80]})", []
+            for n, kept in whole.buffers.items():
+                if not all(torch.allclose(kept, p.buffers[n], self.limit, self.limit, True)
+                           for p in parts):
+                    return f"the buffer {n} would record the rows of one rank only", []
+            if why := self._joined_numbers([whole, *parts], spans):
+                return why, []
+            why, counts = (self._joined_loss(whole, parts, tensors, spans, counts)
+                           if "loss" in whole.ends else
+                           (self._joined_outputs(whole, parts, spans), counts))
+            if why:
+                return why, []
+        return "", counts
+
+    def _joined_numbers(self, runs: list[_Tried], spans: tuple[Rows, Rows]) -> str:
+        """Numbers that are returned as such: equal, growing with the rows, or not known of all."""
+        if len({len(run.leaves) for run in runs}) > 1:
+            return "the model returns something else for other rows"
+        sizes = [spans[1][1], *(end - start for start, end in spans)]
+        for i, values in enumerate(zip(*(run.leaves for run in runs), strict=True)):
+            if all(value == values[0] for value in values):
                 continue
-            for change in (_same, _far):
-                why = why or _apart(own, call, [change(t, r) for t, r in zip(
-                    given, call.rows, strict=True)], count, loss_fn, device, limit)
-            return why
-    log.warning("whether rows depend on each other could not be tried on %d rows", count)
-    return ""
+            grows = all(type(value) is int and value * sizes[0] == values[0] * size
+                        for value, size in zip(values, sizes, strict=True))
+            (self.growing if grows else self.unknown).add(i)
+        return ""
+
+    def _joined_loss(self, whole: _Tried, parts: list[_Tried],
+                     tensors: list[Tensor], spans: tuple[Rows, Rows],
+                     counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
+        by_shares: dict[tuple[float, ...], list[MeanOver]] = {}
+        for count in counts:
+            shares = tuple(count.share(tensors, span, spans[1][1]) for span in spans)
+            by_shares.setdefault(shares, []).append(count)
+        want = {"the loss": whole.ends["loss"].detach()} | _grads(whole)
+        own = [{"the loss": part.ends["loss"].detach()} | _grads(part) for part in parts]
+        whys = {shares: _differs(want, own, shares, self.limit) for shares in by_shares}
+        kept = [count for count in counts for shares, why in whys.items()
+                if not why and count in by_shares[shares]]
+        return ("" if kept else next(iter(whys.values()))), kept
+
+    def _joined_outputs(self, whole: _Tried, parts: list[_Tried],
+                        spans: tuple[Rows, Rows]) -> str:
+        """Outputs and the gradients of a number made of all of them."""
+        upstream, own = dict[str, Tensor](), [dict[str, Tensor](), dict[str, Tensor]()]
+        for name, end in whole.ends.items():
+            place = _place(end, [part.ends[name] for part in parts], spans, self.limit)
+            if place == NOWHERE or self.places.setdefault(name, place) != place:
+                return f"the output {name} of few rows together is not that of the rows apart"
+            if not end.requires_grad:
+                continue
+            upstream[name] = torch.randn_like(end)
+            for part, values, span in zip(own, parts, spans, strict=True):
+                piece = piece_of(upstream[name], place, span, spans[1][1])
+                part[name] = (torch.zeros_like(end) if piece is None
+                              else piece.reshape(values.ends[name].shape))
+        grads = [_grads(part, given) for part, given in zip(parts, own, strict=True)]
+        return _differs(_grads(whole, upstream), grads, (1.0, 1.0), self.limit)
 
 
-def _same(value: Tensor, has_rows: bool) -> Tensor:
-    return value
+def _grads(run: _Tried, upstream: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    live = [name for name, end in run.ends.items() if end.requires_grad]
+    found = torch.autograd.grad(
+        [run.ends[name] for name in live], list(run.params.values()),
+        [upstream[name] for name in live] if upstream else None, retain_graph=True,
+        allow_unused=True,
+    ) if live else [None] * len(run.params)
+    return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g.to_dense()
+            for (n, p), g in zip(run.params.items(), found, strict=True)}
 
 
 def _far(value: Tensor, has_rows: bool) -> Tensor:
@@ -68,52 +274,86 @@ def _far(value: Tensor, has_rows: bool) -> Tensor:
     return value * size.view(-1, *[1] * (value.dim() - 1))
 
 
-def _run(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn | None,
-         device: torch.device) -> _Tried:
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
-    drops = {m: m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
-    for module in drops:
-        module.p = 0.0
-    torch.manual_seed(0)
-    try:
-        with torch.enable_grad(), call.surroundings(device):
-            _, named = outputs_of(model, loss_fn, *call.rebuild(tensors))
-            loss = named["loss"]
-            params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-        left = {name: value.clone() for name, value in model.named_buffers()}
-    finally:
-        for module, chance in drops.items():
-            module.p = chance
-        with torch.no_grad():
-            for name, value in model.named_buffers():
-                value.copy_(buffers[name])
-    grads = {n: torch.zeros_like(p) if g is None else g
-             for (n, p), g in zip(params.items(), found, strict=True)}
-    return _Tried(loss.detach(), grads, left)
+def _counts(call: Call, rows: list[Tensor], ignored: Iterable[int]) -> Iterator[MeanOver]:
+    """What a mean may be over, the likeliest first."""
+    yield MeanOver()
+    yield MeanOver(summed=True)
+    for i, (values, has_rows) in enumerate(zip(rows, call.rows, strict=True)):
+        for value in ([0] if values.is_floating_point() else ignored) if has_rows else ():
+            yield MeanOver(i, value)
+            if values.dim() > 1:
+                yield MeanOver(i, value, shifted=True)
 
 
-def _apart(model: nn.Module, call: Call, tensors: list[Tensor], count: int,
-           loss_fn: LossFn | None, device: torch.device, limit: float) -> str:
-    whole = _run(model, call, tensors, loss_fn, device)
-    for first in {1, count // 2}:
-        try:
-            parts = [(size / count, _run(model, call, call.slice(tensors, start, start + size),
-                                         loss_fn, device))
-                     for start, size in ((0, first), (first, count - first))]
-        except Exception as error:  # of the model, whatever it is
-            return f"{first} of {count} rows alone do not run ({str(error)[:80]})"
-        for n, kept in whole.buffers.items():
-            if not all(torch.allclose(kept, p.buffers[n], limit, limit, True) for _, p in parts):
-                return f"the buffer {n} would record the rows of one rank only"
-        largest = max((float(g.abs().max()) for g in whole.grads.values()), default=0.0)
-        wants: dict[str, Any] = {"the loss": (whole.loss, [(s, p.loss) for s, p in parts])}
-        wants |= {f"the gradient of {n}": (g, [(s, p.grads[n]) for s, p in parts])
-                  for n, g in whole.grads.items()}
-        for name, (want, found) in wants.items():
-            total = sum(share * value for share, value in found)
-            size = max(float(want.abs().max()), FARTHEST * largest) if want.dim() else float(
-                want.abs())
-            if want.numel() and float((total - want).abs().max()) > limit * size:
-                return f"{name} of few rows together is not that of the rows apart"
+def _left_out(call: Call, rows: list[Tensor], tensors: list[Tensor], ignored: list[int],
+              labels: _Labels) -> Iterator[list[Tensor]]:
+    """The same rows, where half of the labels of one are left out. It is done with the labels of a
+    cross-entropy, with values that the batch has anyway, and with zeros: others may be looked up
+    in a table, which on a GPU ends the process."""
+    for i, (values, has_rows) in enumerate(zip(rows, call.rows, strict=True)):
+        mask = bool(((values == 0) | (values == 1)).all())
+        if not has_rows or (values.is_floating_point() and not mask):
+            continue
+        target = (not any(torch.equal(values, x) for x in labels.indices)
+                  and any(_alike(values, x, ignored) for x in labels.targets))
+        for value in ignored:
+            known = value == 0 or (target and value in labels.ignored)
+            if known or bool((tensors[i] == value).any()):
+                changed = values.clone(memory_format=torch.contiguous_format)
+                flat = changed.view(len(changed), -1)
+                flat[1, flat.shape[1] // 2:] = value
+                yield [*rows[:i], changed, *rows[i + 1:]]
+
+
+def _alike(values: Tensor, target: Tensor, ignored: list[int]) -> bool:
+    """Whether a cross-entropy had these labels, in whatever order."""
+    left_out = torch.tensor(ignored, device=target.device)
+    kept = [x[~torch.isin(x, left_out)].flatten().sort().values.long()
+            for x in (target, values, values[..., 1:])]
+    return torch.equal(kept[0], kept[1]) or torch.equal(kept[0], kept[2])
+
+
+def piece_of(whole: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor | None:
+    """A view of what these rows make of an output; what has no rows is made of the first."""
+    if place is None or span[0] == span[1]:
+        return whole if span[0] == 0 < span[1] else None
+    opened, dim = place.opened(whole, num_rows)
+    return opened.narrow(dim, span[0], span[1] - span[0])
+
+
+def _place(whole: Tensor, parts: list[Tensor], spans: tuple[Rows, Rows],
+           limit: float) -> Place | None:
+    def near(a: Tensor, b: Tensor) -> bool:
+        size = float(whole.detach().double().abs().max()) if whole.numel() else 0.0
+        return torch.allclose(a.double(), b.double(), limit, limit * size)
+
+    if all(part.shape == whole.shape and near(part, whole) for part in parts):
+        return None
+    num_rows = spans[1][1]
+    for dim, size in enumerate(whole.shape):
+        shapes = [(*whole.shape[:dim], size // num_rows * (b - a), *whole.shape[dim + 1:])
+                  for a, b in spans]
+        if size % num_rows or shapes != [tuple(part.shape) for part in parts]:
+            continue
+        for place in (Place(dim, False), Place(dim, True)):
+            pieces = [piece_of(whole, place, span, num_rows) for span in spans]
+            if all(piece is not None and near(piece.reshape(part.shape), part)
+                   for piece, part in zip(pieces, parts, strict=True)):
+                return place
+    return NOWHERE
+
+
+def _differs(want: dict[str, Tensor], parts: list[dict[str, Tensor]], shares: tuple[float, ...],
+             limit: float) -> str:
+    """Which of these numbers the weighed parts do not add up to."""
+    largest = max((float(g.abs().max()) for g in want.values() if g.dim() and g.numel()),
+                  default=0.0)
+    for name, value in want.items():
+        if not value.numel():
+            continue
+        total = sum(share * part[name] for share, part in zip(shares, parts, strict=True) if share)
+        size = max(float(value.abs().max()),
+                   0.0 if name == "the loss" else FARTHEST * largest)
+        if not float((total - value).abs().max()) <= limit * size:  # also where it is no number
+            return f"{name} of few rows together is not that of the rows apart"
     return ""

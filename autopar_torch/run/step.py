@@ -187,7 +187,7 @@ class RankStep:
     def _backwards(self, upstream: Upstream) -> dict[str, Tensor]:
         """Gradients of this rank's parameters, from those of the whole outputs."""
         parallel, program = self.parallel, self.program
-        self._check_alike(upstream)
+        check_alike(self.world, upstream)
         if parallel.store.versions() != self.versions:
             raise RunError("a parameter was changed between forward and backward",
                            where="backward", fix="call optimizer.step() after the backward() of "
@@ -205,21 +205,6 @@ class RankStep:
         parallel.reducer.launch_rest()
         return self._finish_grads(tuple(upstream))
 
-    def _check_alike(self, upstream: Upstream) -> None:
-        """All ranks must be here, with the same gradients; they meet in a group of its own."""
-        if self.world.size == 1:
-            return
-        norm = torch.stack([g.detach().double().norm() for g in upstream.values()]).norm()
-        ends = torch.stack([norm, -norm])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.world.aside)
-        most, least = ends[0].item(), -ends[1].item()
-        if most - least > _ALIKE * most:
-            raise RunError(
-                f"the gradients of the outputs differ between ranks: their norms are {least:.3g} "
-                f"to {most:.3g}", where="backward of a loss outside of the model",
-                fix="compute the same loss of the whole outputs on every rank: with the global "
-                "targets, and the same random numbers")
-
     def _finish_grads(self, given: tuple[str, ...] = ()) -> dict[str, Tensor]:
         """Gradients by parameter, on all ranks of the same parameters: all that got any; `given`:
         the outputs from which they come."""
@@ -232,6 +217,22 @@ class RankStep:
             known[given] = [name for name in tensors if any(name in names for names in everyone)]
         return {name: sums[name] if name in sums else torch.zeros_like(local(tensors[name]))
                 for name in known[given]}
+
+
+def check_alike(world: World, upstream: Upstream) -> None:
+    """All ranks must be here, with the same gradients; they meet in a group of its own."""
+    if world.size == 1:
+        return
+    norm = torch.stack([g.detach().double().norm() for g in upstream.values()]).norm()
+    ends = torch.stack([norm, -norm])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.aside)
+    most, least = ends[0].item(), -ends[1].item()
+    if most - least > _ALIKE * most:
+        raise RunError(
+            f"the gradients of the outputs differ between ranks: their norms are {least:.3g} "
+            f"to {most:.3g}", where="backward of a loss outside of the model",
+            fix="compute the same loss of the whole outputs on every rank: with the global "
+            "targets, and the same random numbers")
 
 
 def _not_for_losses(anchor: Tensor, values: Values, program: Program) -> Values:
