@@ -70,7 +70,8 @@ def _refuse_coupled(parallel: ParallelModel, call: Call, tensors: list[Tensor],
         raise PlanError(
             f"the batch cannot be shared out among replicas: {why}; the model cannot be traced",
             where=reason, fix="make forward traceable, let rows not depend on each other and "
-            "labels count alike in every row, or train in one process",
+            "labels count alike in every row, say batch_dim= if rows do not come first, or train "
+            "in one process",
         )
 
 

@@ -41,9 +41,11 @@ def refusal(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn
         for dtype, limit in LIMIT.items():
             try:
                 own = copy.deepcopy(model).to(dtype)
-                given = [t.to(dtype) if t.is_floating_point() else t for t in rows]
+                given = _as_type(rows, dtype)
                 whole = _run(own, call, given, loss_fn, device)
             except Exception as error:  # of the model, whatever it is
+                if count < call.num_rows and _runs(model, call, tensors, loss_fn, device, dtype):
+                    return f"{count} of {call.num_rows} rows alone do not run ({str(error)[:80]})"
                 log.debug("the model does not run on %d rows in %s: %s", count, dtype, error)
                 continue
             if not whole.loss.isfinite():
@@ -54,6 +56,21 @@ def refusal(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn
             return why
     log.warning("whether rows depend on each other could not be tried on %d rows", count)
     return ""
+
+
+def _as_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+
+
+def _runs(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn | None,
+          device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the model runs on the whole batch."""
+    try:
+        _run(copy.deepcopy(model).to(dtype), call, _as_type(tensors, dtype), loss_fn, device)
+    except Exception as error:  # of the model, whatever it is
+        log.debug("the model does not run in %s: %s", dtype, error)
+        return False
+    return True
 
 
 def _same(value: Tensor, has_rows: bool) -> Tensor:

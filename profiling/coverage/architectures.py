@@ -170,6 +170,8 @@ def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
     parts = [getattr(config, name, None) for name in PARTS]
     for part in [config, *(part for part in parts if hasattr(part, "to_dict"))]:
         _shrink(part, dict(NAMED) | variant)
+    if own.task == "seq2seq" and not hasattr(config, "decoder_start_token_id"):
+        config.decoder_start_token_id = 2
     if own.task == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     return getattr(transformers, own.class_name)(config)
