@@ -47,8 +47,8 @@ def attributes(own: Any) -> Iterator[tuple[str, Any]]:
 
 def configs(modules: Iterable[nn.Module]) -> list[Any]:
     """The settings of Hugging Face models: forward reads them when it runs."""
-    found = (vars(module).get("config") for module in modules)
-    return list({id(c): c for c in found if isinstance(getattr(c, "__dict__", None), dict)}.values())
+    found = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    return [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
 
 
 def kind_of(kind: type) -> str:

@@ -54,10 +54,14 @@ SIZES: tuple[tuple[float | bool, str], ...] = (
     "encoder_layerdrop decoder_layerdrop attn_dropout resid_dropout ffn_dropout ffn_dropout_rate"),
     (False, "use_cache output_router_logits"),
 )
+# Where a configuration has a list, one number for each of its entries.
+EACH = {"depths": 2, "num_heads": 2, "num_attention_heads": 2, "hidden_sizes": WIDTH,
+        "embed_dim": WIDTH, "stage_in_channels": WIDTH, "stage_mid_channels": 8,
+        "stage_out_channels": WIDTH, "embed_dims": WIDTH}
 NAMED = [(name, size) for size, names in SIZES for name in names.split()]
 VARIANTS: tuple[dict[str, int], ...] = (
     {}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": 16},
-    {"num_key_value_heads": 4, "num_hidden_layers": 2},
+    {"num_key_value_heads": 4, "num_hidden_layers": 2}, {"patch_size": 2}, {"patch_size": 4},
 )
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types",
              "attn_layer_indices")
@@ -179,8 +183,10 @@ def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
 
 def _shrink(config: Any, sizes: dict[str, Any]) -> None:
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", None) or {})
-    for name, size in sizes.items():
-        if name in known:
+    for name, size in {**EACH, **sizes}.items():
+        if isinstance(own := getattr(config, name, None), (list, tuple)):
+            _set(config, name, type(own)([EACH[name]] * len(own)) if name in EACH else own)
+        elif name in known:
             _set(config, name, size)
     layers = next((n for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
                    if isinstance(n := getattr(config, name, None), int)), LAYERS)
