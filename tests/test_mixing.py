@@ -45,6 +45,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "sort within": lambda x: x.sort(1).values,
     "roll within": lambda x: x.roll(1, 1),
     "pick": lambda x: x[torch.arange(x.shape[0]), x.argmax(1)][:, None].expand(-1, 8),
+    "squeeze": lambda x: x[:, :1].sort(1).values.squeeze()[:, None] + x,
     "one hot": lambda x: F.one_hot(x.argmax(1), 8).float(),
 }
 
