@@ -150,6 +150,34 @@ def test_large_experts_are_tried_small() -> None:
     assert graph.tested and not graph.coupled
 
 
+class Attends(nn.Module):
+    """The gradient of the bias of its keys is zero, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 2, 4, 8)
+        odds = (self.query(x) @ self.key(x).mT).softmax(-1)
+        return (odds @ x).sum((1, 2, 3)) if odds.detach().numpy().size else x
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attends()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.inner(x) - y).square().mean()
+
+
+def test_a_gradient_of_zero_may_come_out_as_any_noise() -> None:
+    example = (torch.randn(4, 64), torch.randn(4))
+    graph = api.case(Around(), example, "8xH100").graph
+    assert graph.tested and not graph.coupled
+
+
 def test_asking_does_not_make_up_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Llama of 405B has more than any machine that plans for it holds."""
     made: list[tuple[int, ...]] = []

@@ -241,7 +241,7 @@ def test_a_setting_that_forward_fills_in_is_as_it_was_after_a_trace() -> None:
     model = _Settled(counts=False)
     traced(model, **given)
     assert model.config.problem_type is None
-    with pytest.raises(TraceError, match="config.calls"):
+    with pytest.raises(TraceError, match=r"config\.calls"):
         traced(_Settled(counts=True), **given)
 
 

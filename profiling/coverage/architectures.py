@@ -32,7 +32,7 @@ SIZES: tuple[tuple[float | bool, str], ...] = (
     (VOCABULARY, "vocab_size intermediate_size ffn_dim n_inner d_ff hidden_dim encoder_ffn_dim "
     "decoder_ffn_dim ffn_hidden_size max_position_embeddings n_positions n_ctx max_seq_len "
     "max_target_positions max_source_positions"),
-    (WIDTH, "hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim emb_dim "
+    (WIDTH, "hidden_size pooler_hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim emb_dim "
     "image_size"),
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
     "num_heads attention_heads encoder_attention_heads decoder_attention_heads num_experts "
@@ -96,6 +96,7 @@ def batch(own: Architecture, dtype: torch.dtype = torch.float64) -> Batch:
         pixels = torch.randn(ROWS, 3, PIXELS, PIXELS, generator=draw, dtype=dtype)
         return {"pixel_values": pixels, "labels": labels}
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw)
+    ids[:, -1] = 2  # the end, which some classifiers look for
     return {"input_ids": ids, "labels": labels if task == "sequence" else ids.clone()}
 
 
@@ -184,8 +185,10 @@ def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
 def _shrink(config: Any, sizes: dict[str, Any]) -> None:
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", None) or {})
     for name, size in {**EACH, **sizes}.items():
-        if isinstance(own := getattr(config, name, None), (list, tuple)):
-            _set(config, name, type(own)([EACH[name]] * len(own)) if name in EACH else own)
+        own = getattr(config, name, None)
+        if isinstance(own, (list, tuple)):
+            if name in EACH or isinstance(size, float):
+                _set(config, name, type(own)([EACH.get(name, size)] * len(own)))
         elif name in known:
             _set(config, name, size)
     layers = next((n for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
