@@ -32,8 +32,8 @@ SIZES: tuple[tuple[float | bool, str], ...] = (
     (VOCABULARY, "vocab_size intermediate_size ffn_dim n_inner d_ff hidden_dim encoder_ffn_dim "
     "decoder_ffn_dim ffn_hidden_size max_position_embeddings n_positions n_ctx max_seq_len "
     "max_target_positions max_source_positions"),
-    (WIDTH, "hidden_size pooler_hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim emb_dim "
-    "image_size"),
+    (WIDTH, "hidden_size pooler_hidden_size d_model n_embd dim embed_dim embedding_size "
+    "word_embed_proj_dim emb_dim image_size"),
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
     "num_heads attention_heads encoder_attention_heads decoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts time_step_rank conv_kernel mamba_n_heads"),
