@@ -45,6 +45,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "sort within": lambda x: x.sort(1).values,
     "roll within": lambda x: x.roll(1, 1),
     "pick": lambda x: x[torch.arange(x.shape[0]), x.argmax(1)][:, None].expand(-1, 8),
+    "squeeze": lambda x: x[:, :1].sort(1).values.squeeze()[:, None] + x,
     "one hot": lambda x: F.one_hot(x.argmax(1), 8).float(),
 }
 
@@ -146,6 +147,34 @@ def test_large_experts_are_tried_small() -> None:
         model.gate, model.head = nn.Linear(4096, 4096), nn.Linear(4096, 4)
     example = (torch.empty(2, 4096), torch.empty(2, dtype=torch.int64))
     graph = api.case(model, example, "8xH100").graph
+    assert graph.tested and not graph.coupled
+
+
+class Attends(nn.Module):
+    """The gradient of the bias of its keys is zero, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 2, 4, 8)
+        odds = (self.query(x) @ self.key(x).mT).softmax(-1)
+        return (odds @ x).sum((1, 2, 3)) if odds.detach().numpy().size else x
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attends()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.inner(x) - y).square().mean()
+
+
+def test_a_gradient_of_zero_may_come_out_as_any_noise() -> None:
+    example = (torch.randn(4, 64), torch.randn(4))
+    graph = api.case(Around(), example, "8xH100").graph
     assert graph.tested and not graph.coupled
 
 

@@ -22,7 +22,7 @@ from autopar_torch.shard.eliminate import minimum
 from autopar_torch.shard.experts import OwnExperts, OwnRows
 from autopar_torch.shard.price import Prices
 from autopar_torch.shard.rules import ShapedOp, factors_of, has_rule
-from autopar_torch.shard.solve import read_out, tabulate
+from autopar_torch.shard.solve import read_out, tabulate, ways
 from autopar_torch.shard.strategies import strategies
 from autopar_torch.trace import discover, trace
 from autopar_torch.trace.call import take_apart
@@ -146,6 +146,14 @@ def test_private_and_writing_ops_are_never_run() -> None:
         new = graph.call_function(op, (x, x, 0, torch.float32))
         discover.note_factors([new])
         assert not has_rule(new)
+
+
+@pytest.mark.parametrize(("groups", "parts", "is_cut"),
+                         [(1, 2, False), (3, 2, False), (4, 2, True), (4, 4, True), (6, 4, False)])
+def test_no_group_of_a_group_norm_is_cut(groups: int, parts: int, is_cut: bool) -> None:
+    found = node(aten.group_norm.default, floats(ROWS, 12, 3), groups)
+    texts = {way.text for way in ways(found.graph, (parts,))[found]}
+    assert ("S1>S1" in texts) == is_cut, texts
 
 
 def test_no_result_is_cut_where_no_input_is() -> None:

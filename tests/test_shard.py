@@ -20,6 +20,7 @@ from autopar_torch.cluster import GPU, NVLINK
 from autopar_torch.model import ROWS
 from autopar_torch.plan import Plan, Sharding, fit
 from autopar_torch.run.shardings import complete
+from autopar_torch.shard.allowed import check
 from autopar_torch.shard.eliminate import LIGHT, eliminate, minimum, ordered
 from autopar_torch.shard.layout import (
     Split,
@@ -35,6 +36,25 @@ from autopar_torch.trace import Traced, trace
 from autopar_torch.trace.call import take_apart
 
 ScopedTable = tuple[tuple[str, ...], np.ndarray]
+
+
+class Penalised(nn.Module):
+    """The loss has a part that only looks at a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.outer(self.inner(x).relu()).square().mean()
+        return loss + self.inner.weight.square().sum()
+
+
+def test_what_a_penalty_reads_is_whole_on_every_device() -> None:
+    found = trace(Penalised(), take_apart((), {"x": torch.randn(4, 4)})[0])
+    plan = complete(fit(Plan.uniform(tp=2), found.graph), found, 4)
+    for sharding in plan.shardings:
+        check(found.programs[sharding.kind], sharding)
 
 
 @st.composite

@@ -219,3 +219,45 @@ def test_data_dependent_code_is_refused_with_the_users_line() -> None:
 
 def test_a_model_without_a_loss_is_traced_up_to_its_outputs() -> None:
     assert traced(nn.Linear(4, 4), input=torch.zeros(2, 4)).outputs == ("output",)
+
+
+class _Settled(nn.Module):
+    """Fills in a setting, as classifiers of transformers do, or counts in one."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.head, self.counts = nn.Linear(4, 2), counts
+        self.config = SimpleNamespace(problem_type=None, calls=0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.config.problem_type is None:
+            self.config.problem_type = "single_label_classification"
+        self.config.calls += self.counts
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def test_a_setting_that_forward_fills_in_is_as_it_was_after_a_trace() -> None:
+    given = {"x": torch.randn(4, 4), "y": torch.arange(4) % 2}
+    model = _Settled(counts=False)
+    traced(model, **given)
+    assert model.config.problem_type is None
+    with pytest.raises(TraceError, match=r"config\.calls"):
+        traced(_Settled(counts=True), **given)
+
+
+class _Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            [nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x.mean()
+
+
+def test_a_model_of_few_stages_is_cut_inside_of_them() -> None:
+    graph = traced(_Stages(), x=torch.randn(2, 4)).graph
+    assert [block.name for block in graph.blocks[:4]] == [
+        "stages.0.0", "stages.0.1", "stages.0.2", "stages.1.0"]

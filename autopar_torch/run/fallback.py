@@ -110,7 +110,8 @@ class _Step:
                     f"the batch cannot be shared out among replicas: {found.why_not}; the model "
                     "cannot be traced", where=self.reason,
                     fix="make forward traceable, let rows not depend on each other and the loss "
-                    "be one mean (or sum) over rows or labels, or train in one process",
+                    "be one mean (or sum) over rows or labels, say batch_dim= if rows do not come "
+                    "first, or train in one process",
                 )
             self.known[key] = found
         return self.known[key]

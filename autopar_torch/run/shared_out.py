@@ -123,14 +123,16 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
     count = min(call.num_rows, MOST_ROWS)
     with untouched(device), torch.random.fork_rng(devices=[]):
         for dtype, limit in LIMIT.items():
-            rows = [t.to(dtype) if t.is_floating_point() else t
-                    for t in call.slice(tensors, 0, count)]
+            rows = _as_type(call.slice(tensors, 0, count), dtype)
+            trial = _RowsTrial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
             try:
-                trial = _RowsTrial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
                 labels = _Labels()
                 with labels:
                     whole = trial.run(rows)
             except Exception as error:  # of the model, whatever it is
+                if count < call.num_rows and trial.runs(_as_type(tensors, dtype)):
+                    return Shares(f"{count} of {call.num_rows} rows alone do not run "
+                                  f"({str(error)[:80]})")
                 log.debug("the model does not run on %d rows in %s: %s", count, dtype, error)
                 continue
             if count == 1:
@@ -164,6 +166,14 @@ class _RowsTrial:
                 return Shares(why)
         return Shares("", counts[0], self.places, tuple(self.growing - self.unknown),
                       tuple(self.unknown))
+
+    def runs(self, tensors: list[Tensor]) -> bool:
+        try:
+            self.run(tensors)
+        except Exception as error:  # of the model, whatever it is
+            log.debug("the model does not run: %s", error)
+            return False
+        return True
 
     def run(self, tensors: list[Tensor]) -> _Tried:
         """Every run begins alike: with the same buffers, attributes and numbers drawn."""
@@ -253,6 +263,10 @@ class _RowsTrial:
                               else piece.reshape(values.ends[name].shape))
         grads = [_grads(part, given) for part, given in zip(parts, own, strict=True)]
         return _differs(_grads(whole, upstream), grads, (1.0, 1.0), self.limit)
+
+
+def _as_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
 
 
 def _grads(run: _Tried, upstream: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -106,6 +106,7 @@ def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool
 def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> list[OpWay]:
     """Strategies on one axis -> choices on the whole mesh, illegal ones left out."""
     op, found = ShapedOp(node), []
+    cut = (op.out[0], op.args[1], *op.out[2:]) if op.name == "group_norm" else op.out  # by groups
     flat = [s for s in per_axis if not s.is_square]
     options = [per_axis if side(parts) else flat for parts in mesh]
     for picked in itertools.product(*options):
@@ -114,7 +115,7 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
                     for k in range(len(op.inputs)))
         out = tuple(s.out for s in picked)
-        if legal(op.out, out, mesh) and all(
+        if legal(cut, out, mesh) and all(
                 legal(shape, form.value, mesh) for shape, form in zip(op.shapes, ins, strict=True)):
             share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
             found.append(OpWay(ins, out, ";".join(s.text for s in picked), share))

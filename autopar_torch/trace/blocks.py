@@ -1,7 +1,8 @@
 """Cut the flat graph into a prologue and a chain of blocks, and find equal blocks.
 
-A block is a run of ops of one numbered submodule (`layers.3`), or what lies between such runs; in
-a model without numbered submodules, a run of one direct child. Everything that depends on no
+A block is a run of ops of one numbered submodule (`layers.3`, or `stages.0.blocks.3` where there
+are few stages), or what lies between such runs; in a model without numbered submodules, a run of
+one direct child. Everything that depends on no
 parameter is prologue: every stage computes for itself what it needs of it.
 """
 
@@ -23,6 +24,7 @@ from .capture import InputSource
 from .clean import info_of, is_mutable
 
 _NUMBER = re.compile(r"^\d+$")
+FEW = 4  # so many names are enough to cut at
 SEEDED = torch.Tag.nondeterministic_seeded
 
 
@@ -86,9 +88,9 @@ def _with_grad(info: Any, grad: bool) -> Any:
 def units(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     """Runs of nodes that belong together, with a name."""
     paths = [str(node.meta.get("module", "")) for node in nodes]
-    keys = [_numbered(path) for path in paths]
-    if len(set(keys)) < 4:
-        keys = [path.split(".")[0] for path in paths]
+    ways = [[_numbered(path) for path in paths], [_numbered(path, 2) for path in paths],
+            [path.split(".")[0] for path in paths]]
+    keys = next((keys for keys in ways if len(set(keys)) >= FEW), ways[-1])
     runs: list[tuple[str, list[fx.Node]]] = []
     for key, node in zip(keys, nodes, strict=True):
         if runs and (runs[-1][0] == key or (not key and _numbered(keys[0]) == "" and not any(
@@ -99,13 +101,12 @@ def units(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     return _unique(runs)
 
 
-def _numbered(path: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up`; nothing where there is no number."""
+def _numbered(path: str, depth: int = 1) -> str:
+    """`model.layers.3` of `model.layers.3.mlp.up`; nothing where there is no number. With a depth
+    of 2, `stages.0.blocks.3` of `stages.0.blocks.3.mlp`."""
     parts = path.split(".")
-    for i, part in enumerate(parts):
-        if _NUMBER.match(part):
-            return ".".join(parts[: i + 1])
-    return ""
+    places = [i + 1 for i, part in enumerate(parts) if _NUMBER.match(part)][:depth]
+    return ".".join(parts[: places[-1]]) if places else ""
 
 
 def _unique(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:

@@ -8,7 +8,7 @@ read. The quick check compares identities only; what it finds changed is describ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter, is_
 from typing import Any
 
@@ -22,7 +22,7 @@ PLAIN = (int, float, bool, str, type(None))
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
 # Settings of transformers that no forward reads: `save_pretrained` writes them, on one rank alone.
-_UNREAD = frozenset({"use_cache", "architectures", "dtype"})
+UNREAD = frozenset({"use_cache", "architectures", "dtype"})
 _LIBRARIES = ("torch.", "transformers.")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
@@ -38,11 +38,17 @@ def user_hooks(module: nn.Module) -> list[tuple[str, Any]]:
             if not is_library(hook)]
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module holds besides parameters, buffers, submodules and hooks."""
-    for name, value in vars(module).items():
+def attributes(own: Any) -> Iterator[tuple[str, Any]]:
+    """What a module holds besides parameters, buffers, submodules and hooks; or a config, all."""
+    for name, value in vars(own).items():
         if name not in _OWN and name not in _IGNORED:
             yield name, value
+
+
+def configs(modules: Iterable[nn.Module]) -> list[Any]:
+    """The settings of Hugging Face models: forward reads them when it runs."""
+    found = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    return [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
 
 
 def kind_of(kind: type) -> str:
@@ -106,7 +112,7 @@ class Burnt:
         tables += [
             t for m in modules.values() for t in (m._parameters, m._buffers, m._modules) if t
         ]
-        tables += self._configs(modules).values()
+        tables += map(vars, configs(modules.values()))
         values = [v for m in modules.values() for _, v in attributes(m)]
         self._tables = [(table, list(table.values())) for table in tables]
         self._hooks = [getattr(m, kind) for m in modules.values() for kind in HOOKS]
@@ -121,12 +127,6 @@ class Burnt:
         if self.number == 0 or state != self.state:
             self.state: ReadAttributes = state
             self.number += 1
-
-    @staticmethod
-    def _configs(modules: Mapping[str, nn.Module]) -> dict[int, dict[str, Any]]:
-        """The settings of Hugging Face models: forward reads them when it runs."""
-        configs = (vars(m).get("config") for m in modules.values())
-        return {id(c): vars(c) for c in configs if hasattr(c, "__dict__")}
 
     def described(self, reads: frozenset[Read]) -> ReadAttributes:
         """What decides about a trace that has read these attributes."""
@@ -144,9 +144,9 @@ class Burnt:
                 yield (name, f"{where} {i}"), self._shown(hook)
         for name, tensor in tensors_of(self.model).items():
             yield (name, "requires_grad"), f"{tensor.requires_grad} {self._number(tensor)}"
-        for i, config in enumerate(self._configs(modules).values()):
-            for key, value in config.items():
-                if is_plain(value) and key not in _UNREAD:
+        for i, config in enumerate(configs(modules.values())):
+            for key, value in vars(config).items():
+                if is_plain(value) and key not in UNREAD:
                     yield (f"config {i}", key), self._shown(value)
 
     def _shown(self, value: Any) -> str:

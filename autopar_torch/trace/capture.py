@@ -234,11 +234,12 @@ def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossF
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
             long = isinstance(error, _TooLongError)
+            in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             raise TraceError(
                 line if long else f"torch.export stopped: {type(error).__name__}: {line}",
                 where=getattr(error, "line", "") or user_line(error),
-                fix="where the sequence comes first, and the batch second, say batch_dim=1" if long
-                else "avoid data-dependent Python control flow in forward",
+                fix="avoid data-dependent Python control flow in forward" if in_front
+                else "where the sequence comes first, and the batch second, say batch_dim=1",
             ) from error
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:

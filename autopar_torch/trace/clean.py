@@ -136,8 +136,13 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
 
 
 def _say_sizes(graph: fx.Graph) -> None:
-    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know."""
+    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know, and
+    `x.squeeze()` names its dims: a part of one row keeps that of the rows."""
     for node in graph.nodes:
+        if node.target is aten.squeeze.default:
+            shape = info_of(node.args[0]).shape
+            node.target, node.args = aten.squeeze.dims, (
+                node.args[0], [dim for dim, size in enumerate(shape) if size == 1])
         if node.target in _LIKE:
             node.target = _LIKE[node.target]
             node.args = (node.args[0], list(info_of(node).shape))

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
-from .burnt import HOOKS, PLAIN, Read, attributes, is_library, kind_of, user_hooks
+from .burnt import (
+    HOOKS,
+    PLAIN,
+    UNREAD,
+    Read,
+    attributes,
+    configs,
+    is_library,
+    kind_of,
+    user_hooks,
+)
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
@@ -32,7 +42,8 @@ class Effects:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.before = {module: _state(module) for module in model.modules()}
+        self.configs = configs(model.modules())
+        self.before = {id(own): (own, _state(own)) for own in (*model.modules(), *self.configs)}
         self.read: set[tuple[type, str]] = set()
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
 
@@ -50,8 +61,8 @@ class Effects:
                   attributes_set(CheckpointFunction, apply=staticmethod(_unrolled))):
                 yield
         finally:
-            for module, then in self.before.items():
-                _restore(module, then)
+            for own, then in self.before.values():
+                _restore(own, then)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
@@ -64,12 +75,15 @@ class Effects:
                 "first ones for ever", where="forward",
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )
-        for name, module in self.model.named_modules():
-            then, now = self.before.get(module, {}), _state(module)
+        named = [*self.model.named_modules(), *(("config", own) for own in self.configs)]
+        for name, own in named:
+            then, now = self.before.get(id(own), (own, Attributes()))[1], _state(own)
             for key in {**then, **now}:
-                line = self.lines.get((id(module), key), "forward")
+                line = self.lines.get((id(own), key), "forward")
                 if line.startswith(_TORCH):
                     continue  # weight_norm, pruning: derived from parameters in every forward
+                if name == "config" and (key in UNREAD or then.get(key, (None,))[0] is None):
+                    continue  # a default filled in: every trace fills in the same
                 if key not in then or key not in now or not _equal(then[key][1], now[key][1]):
                     raise TraceError(
                         f"forward changes {name or 'the model'}.{key}, and a trace would change it "
@@ -114,8 +128,8 @@ def _numbers() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def _state(module: nn.Module) -> Attributes:
-    return {name: (value, _held(value)) for name, value in attributes(module)}
+def _state(own: Any) -> Attributes:
+    return {name: (value, _held(value)) for name, value in attributes(own)}
 
 
 def _held(value: Any) -> Any:
@@ -130,9 +144,9 @@ def _equal(old: Any, new: Any) -> bool:
     return old is new or (isinstance(old, PLAIN) and isinstance(new, PLAIN) and bool(old == new))
 
 
-def _restore(module: nn.Module, then: Attributes) -> None:
-    now = vars(module)
-    for name in [name for name, _ in attributes(module) if name not in then]:
+def _restore(own: Any, then: Attributes) -> None:
+    now = vars(own)
+    for name in [name for name, _ in attributes(own) if name not in then]:
         del now[name]
     for name, (value, items) in then.items():
         now[name] = value

@@ -19,7 +19,7 @@ from ..shard.rules import op_name
 from .blocks import TracedBlock
 from .clean import aten, info_of
 
-SLOT = "num_rows"
+SLOT = "c_num_rows"
 Flow = dict[fx.Node, Layout]
 
 

@@ -308,6 +308,8 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
     whole.differentiate(cots)
     if not all(v.isfinite().all() for v in (*whole.outs.values(), *whole.grads.values())):
         raise ValueError("the whole is not finite")
+    largest = max((float(v.abs().max()) for v in whole.grads.values() if v.numel()), default=0.0)
+    noise = 100 * torch.finfo(dtype).eps * largest  # what a gradient of zero may come out as
     for cut in PARTS:
         parts = []
         for rows, share in zip(cut, SHARES, strict=True):
@@ -324,7 +326,7 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
             for n, want in getattr(whole, what).items():
                 found = [getattr(part, what)[n] for part in parts]
                 if not _joined(_rows(want, infos[n], order), found, infos[n].rows_dim,
-                               n in region.sums, limit):
+                               n in region.sums, limit, noise if what == "grads" else 0.0):
                     return f"{'values' if what == 'outs' else 'gradients'} of parts do not join"
     return ""
 
@@ -381,7 +383,7 @@ def _rows(value: Tensor, info: TensorInfo, rows: Sequence[int]) -> Tensor:
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, same: bool,
-            limit: float) -> bool:
+            limit: float, noise: float) -> bool:
     """Parts with rows follow each other; others are summed, or the same for all."""
     shapes = [[*p.shape[:dim], *p.shape[dim + 1:]] if dim is not None else [*p.shape]
               for p in (whole, *parts)]
@@ -393,4 +395,4 @@ def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, same: bool,
         return all(torch.equal(whole, one) for one in rounds)
     size = whole.double().abs().max() if whole.numel() else torch.zeros(())
     return all(one.shape == whole.shape and bool(((one.double() - whole.double()).abs()
-               <= limit * (size + 1e-30)).all()) for one in rounds)
+               <= limit * (size + 1e-30) + noise).all()) for one in rounds)

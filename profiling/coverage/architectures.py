@@ -32,8 +32,8 @@ SIZES: tuple[tuple[float | bool, str], ...] = (
     (VOCABULARY, "vocab_size intermediate_size ffn_dim n_inner d_ff hidden_dim encoder_ffn_dim "
     "decoder_ffn_dim ffn_hidden_size max_position_embeddings n_positions n_ctx max_seq_len "
     "max_target_positions max_source_positions"),
-    (WIDTH, "hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim emb_dim "
-    "image_size"),
+    (WIDTH, "hidden_size pooler_hidden_size d_model n_embd dim embed_dim embedding_size "
+    "word_embed_proj_dim emb_dim image_size"),
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
     "num_heads attention_heads encoder_attention_heads decoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts time_step_rank conv_kernel mamba_n_heads"),
@@ -54,10 +54,14 @@ SIZES: tuple[tuple[float | bool, str], ...] = (
     "encoder_layerdrop decoder_layerdrop attn_dropout resid_dropout ffn_dropout ffn_dropout_rate"),
     (False, "use_cache output_router_logits"),
 )
+# Where a configuration has a list, one number for each of its entries.
+EACH = {"depths": 2, "num_heads": 2, "num_attention_heads": 2, "hidden_sizes": WIDTH,
+        "embed_dim": WIDTH, "stage_in_channels": WIDTH, "stage_mid_channels": 8,
+        "stage_out_channels": WIDTH, "embed_dims": WIDTH}
 NAMED = [(name, size) for size, names in SIZES for name in names.split()]
 VARIANTS: tuple[dict[str, int], ...] = (
     {}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": 16},
-    {"num_key_value_heads": 4, "num_hidden_layers": 2},
+    {"num_key_value_heads": 4, "num_hidden_layers": 2}, {"patch_size": 2}, {"patch_size": 4},
 )
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types",
              "attn_layer_indices")
@@ -92,6 +96,7 @@ def batch(own: Architecture, dtype: torch.dtype = torch.float64) -> Batch:
         pixels = torch.randn(ROWS, 3, PIXELS, PIXELS, generator=draw, dtype=dtype)
         return {"pixel_values": pixels, "labels": labels}
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw)
+    ids[:, -1] = 2  # the end, which some classifiers look for
     return {"input_ids": ids, "labels": labels if task == "sequence" else ids.clone()}
 
 
@@ -170,6 +175,8 @@ def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
     parts = [getattr(config, name, None) for name in PARTS]
     for part in [config, *(part for part in parts if hasattr(part, "to_dict"))]:
         _shrink(part, dict(NAMED) | variant)
+    if own.task == "seq2seq" and not hasattr(config, "decoder_start_token_id"):
+        config.decoder_start_token_id = 2
     if own.task == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     return getattr(transformers, own.class_name)(config)
@@ -177,8 +184,12 @@ def _made(own: Architecture, variant: dict[str, int]) -> nn.Module:
 
 def _shrink(config: Any, sizes: dict[str, Any]) -> None:
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", None) or {})
-    for name, size in sizes.items():
-        if name in known:
+    for name, size in {**EACH, **sizes}.items():
+        own = getattr(config, name, None)
+        if isinstance(own, (list, tuple)):
+            if name in EACH or isinstance(size, float):
+                _set(config, name, type(own)([EACH.get(name, size)] * len(own)))
+        elif name in known:
             _set(config, name, size)
     layers = next((n for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
                    if isinstance(n := getattr(config, name, None), int)), LAYERS)

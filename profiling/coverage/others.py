@@ -354,6 +354,10 @@ OTHERS: dict[str, Callable[[], Made]] = {
 }
 
 
+# What a user has to say to `parallelize`.
+OPTIONS: dict[str, dict[str, Any]] = {"word_language": {"batch_dim": 1}}
+
+
 def made(name: str, dtype: torch.dtype = torch.float64) -> Made:
     torch.manual_seed(0)
     model, batch = OTHERS[name]()

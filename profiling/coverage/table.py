@@ -44,6 +44,7 @@ from coverage.architectures import (
     listed,
     loss_of,
 )
+from coverage.others import OPTIONS
 from trust.lab import EXACT, Case, Wrap
 from trust.table import GOOD, PLANS, run_case, warm_up
 
@@ -65,11 +66,11 @@ class Row:
 # --- in a rank ------------------------------------------------------------------------------
 
 
-def script(model: nn.Module, given: Batch) -> Any:
+def script(model: nn.Module, given: Batch, options: dict[str, Any]) -> Any:
     """The loop of a user; what is compared are its losses and the weights it leaves."""
 
     def run(wrap: Wrap) -> Any:
-        own = wrap(model)
+        own = wrap(model, **options)
         optimizer, found = torch.optim.SGD(own.parameters(), lr=RATE), []
         for _ in range(STEPS):
             loss = loss_of(own(**given))
@@ -142,7 +143,8 @@ def covered(own: Architecture, plans: list[str], logs: Path) -> Row:
             raise ValueError(f"{size} parameters are too many")
     except Exception as error:  # of the architecture, whatever it is
         return Row(own.task, own.name, broken=f"{type(error).__name__}: {error}"[:200])
-    case = Case(f"{own.task}_{own.name}", "coverage", script(model, batch(own, dtype_of(model))),
+    case = Case(f"{own.task}_{own.name}", "coverage", script(model, batch(own, dtype_of(model)),
+                                                               OPTIONS.get(own.name, {})),
                 tolerance=EXACT if dtype_of(model) == torch.float64 else IN_FLOAT32)
     found = run_case(case, plans, LIMIT_S, logs)
     return Row(own.task, own.name, {cell.plan: asdict(cell) for cell in found})
