@@ -60,13 +60,14 @@ def batch() -> tuple[tuple[Tensor, ...], Tensor]:
     return (ids, mask, torch.rand(NUM_ROWS, generator=draw)), target
 
 
-def _trains(plain: nn.Module, options: dict[str, Any]) -> None:
+def _trains(plain: nn.Module, options: dict[str, Any], outside: bool = False) -> None:
     """One step is that of plain PyTorch, and the output comes back as the model returns it."""
     inputs, target = batch()
-    model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**options), loss_fn=loss_of,
-                           batch_dim=1)
+    model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**options),
+                           loss_fn=None if outside else loss_of, batch_dim=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss, want = model(*inputs, target=target), loss_of(plain(*inputs), target)
+    loss = loss_of(model(*inputs), target) if outside else model(*inputs, target=target)
+    want = loss_of(plain(*inputs), target)
     loss.backward()
     optimizer.step()
     want.backward()
@@ -93,6 +94,10 @@ def claim_sequences_first_train_in_a_pipeline() -> None:
 
 def claim_recurrent_sequences_first_train_in_a_tensor_group() -> None:
     _trains(Recurrent(), PLANS["tp2"])
+
+
+def claim_recurrent_sequences_first_train_in_replicas_with_the_loss_outside() -> None:
+    _trains(Recurrent(), PLANS["dp2"], outside=True)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

@@ -16,6 +16,7 @@ import autopar_torch as ap
 import claims
 from autopar_torch.errors import TraceError
 from autopar_torch.run import tracing
+from autopar_torch.trace.burnt import Burnt, kind_of
 from autopar_torch.trace.call import take_apart
 from nets import (
     ALL,
@@ -264,6 +265,15 @@ def test_backward_hooks_are_called() -> None:
     model.layers[0].register_full_backward_hook(lambda *_: calls.append(1))  # type: ignore[index, union-attr]
     ap.parallelize(model)(*batch())[1].backward()
     assert calls
+
+
+def test_equal_sets_are_alike_in_whatever_order_they_come() -> None:
+    states = []
+    for names in ({0, 8}, {8, 0}):
+        model = nn.Linear(1, 1)
+        model.names = names
+        states.append(Burnt(model).described(frozenset({(kind_of(nn.Linear), "names")})))
+    assert states[0] == states[1]
 
 
 def test_a_look_is_quicker_than_listing_the_modules() -> None:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import autopar_torch as ap
 import claims
 import nets
+from autopar_torch.run.model import ParallelModel
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 PLANS = {"dp2": nets.DP2, "tp2": nets.TP2, "pp2": nets.PP2, "zero3": nets.ZERO3}
@@ -83,6 +85,16 @@ def slow_claim_plans_that_are_found() -> None:
     for name, *flags in (["mnist", "--dropout", "0", "--rows", "130"], ["nanogpt"]):
         want, got = numbers(name, *flags, plain=True), numbers(name, *flags)
         assert all(abs(a - b) <= 1e-6 * max(1, abs(b)) for a, b in zip(got, want, strict=True))
+
+
+def test_a_model_of_peft_is_one_for_a_trainer() -> None:
+    """Which shifts labels, and saves, by what it is."""
+    peft = pytest.importorskip("peft")
+    from autopar_torch.integrations.alone import taken_up
+
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = taken_up(peft.get_peft_model(net, peft.LoraConfig(target_modules=["0"])))
+    assert isinstance(model, peft.PeftModel) and isinstance(model, ParallelModel)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

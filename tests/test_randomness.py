@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar_torch as ap
@@ -124,6 +126,18 @@ def claim_numbers_go_on_from_a_saved_state() -> None:
     other.numbers.load(state)
     assert torch.equal(other(x=x).y, first)
     assert not torch.equal(other(x=x).y, first)
+
+
+def claim_numbers_go_on_from_a_checkpoint() -> None:
+    x, folders = torch.ones(8, 64), [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    model = parallelized(Masked(), DP2, outputs=("y",))
+    model(x=x)
+    model.save(folders[0], torch.optim.SGD(model.parameters()))
+    first = model(x=x).y
+    other = parallelized(Masked(), DP2, outputs=("y",))
+    other.load(folders[0], torch.optim.SGD(other.parameters()))
+    assert torch.equal(other(x=x).y, first)
 
 
 def claim_untraced_numbers_are_shared_but_dropout_is_not() -> None:

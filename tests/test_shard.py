@@ -108,6 +108,14 @@ def test_a_minimum_that_is_called_proven_equals_brute_force_however_little_room_
     assert found.is_proven or most < LIGHT
 
 
+def test_choices_of_one_value_take_no_axis() -> None:
+    """numpy has 64 of them."""
+    sizes = {"hub": 2, **{f"v{i}": 1 for i in range(70)}}
+    tables = [(("hub", name), np.array([[2.0], [1.0]])) for name in list(sizes)[1:]]
+    solution = eliminate(sizes, tables, ["hub"])
+    assert solution.cost(dict.fromkeys(list(sizes)[1:], 0)) == 70
+
+
 def test_what_is_too_entangled_is_solved_in_little_room_and_said_to_be_unproven() -> None:
     """All pairs of 40 variables of 4 values: one table over all would have 4**40 entries."""
     draw = np.random.default_rng(0)

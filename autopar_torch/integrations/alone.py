@@ -24,7 +24,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 def taken_up(model: nn.Module) -> ParallelModel:
     """The model, parallelized unless it is; what inspects its class and its forward sees the
-    user's."""
+    user's: how trainers treat a model of peft, say, follows from `isinstance`."""
     parallel = model if isinstance(model, ParallelModel) else parallelize(model)
     kind = type(parallel.module)
 
@@ -32,7 +32,8 @@ def taken_up(model: nn.Module) -> ParallelModel:
         return ParallelModel.forward(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    parallel.__class__ = type(kind.__name__, (ParallelModel,), {"forward": forward})
+    parallel.__class__ = type(kind.__name__, (ParallelModel,),
+                              {"forward": forward, "__class__": property(lambda _: kind)})
     return parallel
 
 

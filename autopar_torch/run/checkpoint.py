@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from . import optimizers, plainly, steps, stored
 from .full_state import same_shape
 from .optimizers import ELEMENTWISE
 from .params import Held, ParamStore
+from .randomness import OwnNumbers
 from .sharded import Sharded, local as local_of, mark
 from .spread import views
 from .stored import TENSOR, Manifest, SavedState, Stored
@@ -93,8 +95,9 @@ def _of_model(store: ParamStore, saving: bool) -> Iterator[Rectangles]:
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def save(store: ParamStore, folder: Folder, optimizer: Optimizer | None = None,
-         step: int | None = None, keep: int | None = None) -> None:
+def save(store: ParamStore, numbers: OwnNumbers, folder: Folder,
+         optimizer: Optimizer | None = None, step: int | None = None,
+         keep: int | None = None) -> None:
     """Every rank writes what it speaks for; rank 0 commits when all is on the disk."""
     world, root = store.world, Path(folder)
     target = steps.target(root, step, keep)
@@ -111,7 +114,8 @@ def save(store: ParamStore, folder: Folder, optimizer: Optimizer | None = None,
         written = world.everyones(own, Written)
 
         def commit() -> None:
-            stored.commit(target, _manifest(store, optimizer, generation, number, written))
+            manifest = _manifest(store, optimizer, generation, number, written)
+            stored.commit(target, replace(manifest, numbers=numbers.state()))
             if keep is not None:
                 steps.prune(root, target, keep)
 
@@ -198,14 +202,17 @@ class Fitting(NamedTuple):
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def load(store: ParamStore, folder: Folder, optimizer: Optimizer | None = None
-         ) -> int | None:
-    """Every rank reads the rectangles of its own plan; the number of the step, if it has one."""
+def load(store: ParamStore, numbers: OwnNumbers, folder: Folder,
+         optimizer: Optimizer | None = None) -> int | None:
+    """Every rank reads the rectangles of its own plan; the number of the step, if it has one. With
+    an optimizer training goes on, and so do the numbers that it draws."""
     world = store.world
     with _named("load", Path(folder), "give another checkpoint, or another copy of this one"):
         found = steps.opened(world, Path(folder))
         fitting = world.jointly(lambda: _fitting(store, optimizer, found))
         world.jointly(lambda: _take(optimizer, fitting))
+    if optimizer is not None and found.manifest.numbers:
+        numbers.load(found.manifest.numbers)
     return found.manifest.step
 
 

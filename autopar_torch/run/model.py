@@ -188,7 +188,7 @@ class ParallelModel(nn.Module):
         if self.fallback_reason:
             share_python_numbers(self.world)
         while self._to_load:
-            checkpoint.load(self.store, *self._to_load.pop(0))
+            checkpoint.load(self.store, self.numbers, *self._to_load.pop(0))
 
     def fingerprint_hash(self) -> int:
         """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
@@ -348,7 +348,7 @@ class ParallelModel(nn.Module):
         when all is on the disk. With `step` into FOLDER/step-N, of which the newest `keep` stay.
         """
         with self._jointly(self.world.meeting, "save"):
-            checkpoint.save(self.store, folder, optimizer, step, keep)
+            checkpoint.save(self.store, self.numbers, folder, optimizer, step, keep)
 
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> int | None:
@@ -360,7 +360,7 @@ class ParallelModel(nn.Module):
                 found = checkpoint.known(self.world, folder)
                 self._to_load.append((folder, optimizer))
                 return found
-            return checkpoint.load(self.store, folder, optimizer)
+            return checkpoint.load(self.store, self.numbers, folder, optimizer)
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""

@@ -92,11 +92,8 @@ class Program:
             )
         for (start, end), value in parts.items():
             if len(dims) == 1:
-                dim, outer = dims[0][0], self.traced.outers.get(name, 1)
-                each = dims[0][1] // outer
-                full.unflatten(dim, (outer, -1)).narrow(
-                    dim + 1, start * each, (end - start) * each
-                ).copy_(value.unflatten(dim, (outer, -1)))
+                own = self._of_rows(name, full, start, end)
+                own.copy_(value.reshape(own.shape))
             elif summed:
                 full += value
             elif start == 0:
@@ -108,9 +105,16 @@ class Program:
         dims, (start, end) = self._dims(name), rows
         grad = grad.to(getattr(torch, self.info(name).dtype))
         if len(dims) == 1:
-            dim, each = dims[0]
-            return grad.narrow(dim, start * each, (end - start) * each).contiguous()
+            dim = dims[0][0]
+            return self._of_rows(name, grad, start, end).flatten(dim, dim + 1).contiguous()
         return grad if self._summed(name) or start == 0 else torch.zeros_like(grad)
+
+    def _of_rows(self, name: str, full: Tensor, start: int, end: int) -> Tensor:
+        """A view of some rows, which may be spread (batch_dim): their dim is two, outer and own."""
+        (dim, entries), = self._dims(name)
+        outer = self.traced.outers.get(name, 1)
+        own, each = full.unflatten(dim, (outer, -1)), entries // outer
+        return own.narrow(dim + 1, start * each, (end - start) * each)
 
     def _summed(self, name: str) -> bool:
         return name == "loss" or name in self.traced.graph.summed

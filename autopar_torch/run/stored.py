@@ -82,6 +82,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[StoredFile, ...]
     tensors: dict[str, Stored]
     optimizer: OptimizerState | None
+    numbers: dict[str, int] = {}  # those that dropout draws: where they are
 
 
 class Sealed(Struct, frozen=True, forbid_unknown_fields=True):

@@ -133,9 +133,12 @@ def eliminate(sizes: Mapping[Variable, int], tables: Iterable[Table],
     """Minimise over the variables in this order. Ties go to the lowest index, in any process.
 
     Exact because min over x of (f(x, a) + g(b)) = (min over x of f(x, a)) + g(b): each step
-    changes neither the minimum nor, by the recorded choice, where it is reached.
+    changes neither the minimum nor, by the recorded choice, where it is reached. What has no choice
+    takes no axis, of which numpy has 64.
     """
-    live: dict[int, Table] = dict(enumerate(tables))
+    live: dict[int, Table] = {
+        i: (tuple(v for v in scope if sizes[v] > 1), table.squeeze())
+        for i, (scope, table) in enumerate(tables)}
     mentions: dict[Variable, set[int]] = {v: set() for v in sizes}
     for i, (variables, _) in live.items():
         for v in variables:

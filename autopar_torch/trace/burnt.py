@@ -153,12 +153,22 @@ class Burnt:
         """Text that differs for values that differ. An object is told by the order in which it was
         met, not by its address, which differs from rank to rank."""
         if is_plain(value):
-            return f"{type(value).__name__} {value!r}"
+            return f"{type(value).__name__} {_text(value)}"
         version = f" version {value._version}" if isinstance(value, Tensor) else ""
         return f"{type(value).__qualname__} {self._number(value)}{version}"
 
     def _number(self, thing: Any) -> int:
         return self._objects.setdefault(id(thing), (len(self._objects), thing))[0]
+
+
+def _text(value: Any) -> str:
+    """Of a plain value; a set has another order in every process."""
+    if isinstance(value, dict):
+        return f"dict {_text(list(value.items()))}"
+    if isinstance(value, (tuple, list, set)):
+        parts = [_text(v) for v in value]
+        return f"{type(value).__name__} {sorted(parts) if isinstance(value, set) else parts}"
+    return repr(value)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:

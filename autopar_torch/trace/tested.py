@@ -227,7 +227,7 @@ def _chance(node: fx.Node) -> list[int]:
     """Where the chance of a dropout stands among the arguments of an op."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema and has_tag(node, SEEDED) else []
-    return [i for i, name in enumerate(names) if name in ("p", "dropout_p")]
+    return [i for i, name in enumerate(names) if name in ("p", "dropout", "dropout_p")]
 
 
 def _infos(info: Any) -> list[TensorInfo]:
