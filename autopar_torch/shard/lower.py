@@ -167,7 +167,8 @@ class Lowering:
             cut = ShapedOp(node).dim(2, len(full))
             local = local_shape(full, choice.out, self.mesh)
             args[1] = fx.node.map_aggregate(
-                args[1], lambda size: cast(int, size) * local[cut] // full[cut])
+                args[1], lambda size: cast(int, size) * local[cut] // full[cut]
+                if full[cut] else size)  # an empty first part: others differ, so none is cut
         elif name == "group_norm" or (name in _BIAS and len(args) > 6 and args[6] != 1):
             place = 1 if name == "group_norm" else 6
             args[place] = int(cast(Any, args[place])) // math.prod(
