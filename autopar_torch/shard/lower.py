@@ -163,17 +163,17 @@ class Lowering:
         elif name == "repeat_interleave":  # the size that it would else work out
             new.kwargs = {k: v for k, v in new.kwargs.items() if k != "output_size"}
         elif name in ("split", "split_with_sizes"):
-            full = ShapedOp(node).out
-            cut = ShapedOp(node).dim(2, len(full))
-            local = local_shape(full, choice.out, self.mesh)
-            args[1] = fx.node.map_aggregate(
-                args[1], lambda size: cast(int, size) * local[cut] // full[cut]
-                if full[cut] else size)  # an empty first part: others differ, so none is cut
+            parts = self._num_parts(choice, ShapedOp(node).dim(2, len(ShapedOp(node).out)))
+            args[1] = fx.node.map_aggregate(args[1], lambda size: cast(int, size) // parts)
         elif name == "group_norm" or (name in _BIAS and len(args) > 6 and args[6] != 1):
             place = 1 if name == "group_norm" else 6
-            args[place] = int(cast(Any, args[place])) // math.prod(
-                cut.parts for cut in all_cuts(choice.out, self.mesh) if cut.split.dim == 1)
+            args[place] = int(cast(Any, args[place])) // self._num_parts(choice, 1)
         new.args = tuple(args)
+
+    def _num_parts(self, choice: OpWay, dim: int) -> int:
+        """Into how many parts a dim of the result is cut."""
+        return math.prod(cut.parts for cut in all_cuts(choice.out, self.mesh)
+                         if cut.split.dim == dim)
 
     def _summed(self, choice: OpWay | None) -> int:
         """Product of the axes whose results are partial sums."""

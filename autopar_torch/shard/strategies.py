@@ -83,12 +83,11 @@ def _part_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     """split and chunk in equal parts: the parts become an outer part of the dim."""
     rank = len(op.out)
     cut = op.dim(2, rank)
-    num = op.shapes[0][cut] // max(1, op.out[cut])  # a part may be empty
     found = [s for f in first_input(op, {cut}) for s in _of_factor(op, f, pieces)]
     outers = {1} | {outer for d, outer in pieces[op.node] if d == cut}
-    equal = {info.shape for info in op.node.meta["info"]} == {op.out}
-    for outer in sorted(outers) if equal and num * op.out[cut] == op.shapes[0][cut] else []:
-        found.append(_strategy(op, {0: Split(cut, num * outer)}, Split(cut, outer)))
+    parts = op.node.meta["info"]
+    for outer in sorted(outers) if {part.shape for part in parts} == {op.out} else []:
+        found.append(_strategy(op, {0: Split(cut, len(parts) * outer)}, Split(cut, outer)))
     return found
 
 
