@@ -195,16 +195,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     known_traits: dict[Any, Traits] = {}
     prologue = _prologue(flat, pieces)
     rows = _rows_of(prologue)  # where the rows of a value are, or P for a sum over them
-    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
-    places = prologue.find_nodes(op="placeholder")
-    consts = {n.name: value for n in places
-              if (value := captured.consts.get(captured.sources[n.name].name)) is not None}
-    batch = next((n for n in places if captured.sources[n.name].kind == "input"
-                  and info_of(n).shape[:1] == (ROWS,)), None)
-    num_rows = prologue.call_function(loss_sums.count_values, (batch, 1))
-    num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
-    around = Surroundings({n.name: n for n in prologue.nodes}, rowless | {num_rows.name}, consts,
-                          num_rows.name, local, {})
+    around = _surroundings(prologue, captured, local)
     for piece in pieces:
         filled = {**piece.inputs, **piece.context}.items()
         given = tuple((slot, rows[value]) for slot, value in filled if value in rows)
@@ -217,7 +208,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
             known_traits[key] = tested_traits(piece, given, around)
         found = known_traits[key]
         if shares.SLOT in {str(n.target) for n in programs.get(name, piece.graph).nodes}:
-            shares.fill(piece, num_rows.name)
+            shares.fill(piece, around.num_rows)
         rows |= zip(piece.outputs.values(), found.rows, strict=True)
         kinds[name] = _kind(name, piece, found, kinds.get(name))
         unruled |= set(found.unruled)
@@ -228,15 +219,30 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
     added = tuple(name for name, value in outputs.items() if rows.get(value) == PARTIAL)
+    rowless = around.rowless
     if not any(shares.SLOT in piece.context for piece in pieces):
-        prologue.erase_node(num_rows)
-    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
+        prologue.erase_node(around.prologue[around.num_rows])
+        rowless -= {around.num_rows}
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
                   rowless, captured.form, captured.reads, outers)
+
+
+def _surroundings(prologue: fx.Graph, captured: Captured, local: bool) -> Surroundings:
+    """What blocks are tested with; the prologue counts the rows of the batch, too."""
+    places = prologue.find_nodes(op="placeholder")
+    consts = {n.name: value for n in places
+              if (value := captured.consts.get(captured.sources[n.name].name)) is not None}
+    batch = next((n for n in places if captured.sources[n.name].kind == "input"
+                  and info_of(n).shape[:1] == (ROWS,)), None)
+    num_rows = prologue.call_function(loss_sums.count_values, (batch, 1))
+    num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
+    rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
+    return Surroundings({n.name: n for n in prologue.nodes}, rowless, consts, num_rows.name,
+                        local, {})
 
 
 def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:

@@ -152,20 +152,21 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[
     whole = run(graph, given, NUM_ROWS, wanted | fixed)
     parts, start = [], 0
     for rows in cut:
-        own = {n.name: _rows(given[n.name], info_of(n), start, rows) for n in graph.nodes
-               if n.name in given}
+        own = {n.name: rows_of(given[n.name], info_of(n), range(start, start + rows))
+               for n in graph.nodes if n.name in given}
         parts.append(run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted))
         start += rows
     return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n),
                                            n.meta.get("rows", WHOLE))]
 
 
-def _rows(value: Tensor, info: TensorInfo, start: int, rows: int) -> Tensor:
+def rows_of(value: Tensor, info: TensorInfo, rows: Sequence[int]) -> Tensor:
+    """These rows of a value; all of it where it has none."""
     dim = info.rows_dim
     if dim is None:
         return value
     each = at_rows(info.shape[dim], 1)
-    return value.narrow(dim, start * each, rows * each)
+    return torch.cat([value.narrow(dim, row * each, each) for row in rows], dim)
 
 
 def _joins(whole: Any, parts: Sequence[Any], info: Any, rows: Layout = WHOLE) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..model import ROWS, TensorInfo, at_rows
+from ..model import ROWS, TensorInfo
 from ..shard.layout import PARTIAL, WHOLE, Layout, Strategy
 from ..shard.rows import rows_dim
 from ..shard.rules import ShapedOp, flops, has_tag, op_name
@@ -313,11 +313,11 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
     for cut in PARTS:
         parts = []
         for rows, share in zip(cut, SHARES, strict=True):
-            own = {n: v * share if n in region.sums else _rows(v, infos[n], rows)
+            own = {n: v * share if n in region.sums else apart.rows_of(v, infos[n], rows)
                    for n, v in given.items()}
             try:
                 part = _RegionRun(region, graph, own, len(rows), whole.fixed)
-                part.differentiate({n: _rows(v, infos[n], rows) for n, v in cots.items()})
+                part.differentiate({n: apart.rows_of(v, infos[n], rows) for n, v in cots.items()})
             except ERRORS as error:
                 return f"{len(rows)} row(s) alone do not run ({str(error).splitlines()[0]})"
             parts.append(part)
@@ -325,7 +325,7 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
         for what in ("outs", "grads"):
             for n, want in getattr(whole, what).items():
                 found = [getattr(part, what)[n] for part in parts]
-                if not _joined(_rows(want, infos[n], order), found, infos[n].rows_dim,
+                if not _joined(apart.rows_of(want, infos[n], order), found, infos[n].rows_dim,
                                n in region.sums, limit, noise if what == "grads" else 0.0):
                     return f"{'values' if what == 'outs' else 'gradients'} of parts do not join"
     return ""
@@ -372,14 +372,6 @@ def _as_type(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
             info = TensorInfo(info.shape, str(dtype).removeprefix("torch."), info.grad)
         own.meta = {"info": info}
     return made
-
-
-def _rows(value: Tensor, info: TensorInfo, rows: Sequence[int]) -> Tensor:
-    dim = info.rows_dim
-    if dim is None:
-        return value
-    each = at_rows(info.shape[dim], 1)
-    return torch.cat([value.narrow(dim, row * each, each) for row in rows], dim)
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, same: bool,
