@@ -26,6 +26,8 @@ setup(
             "pytest-timeout",
             "hypothesis",
             "transformers",
+            "accelerate",
+            "peft",
             "safetensors",
             "ruff",
             "mypy",
