@@ -55,6 +55,7 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
     launch_s: Latency = 0.0  # least time of an operator
     fixed_bytes: Bytes = 0  # taken before the first tensor
     peaks: tuple[tuple[Name, Rate], ...] = ()  # (precision, FLOP/s) where one has its own
+    speed: Fraction = 1.0  # as probed: part of the speed of the fastest device that is named alike
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.efficiency]
@@ -69,11 +70,12 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
         """
         peak = dict(self.peaks).get(precision, self.flops_per_s)
         size = flops * self.flops_per_s / peak
-        return self.launch_s + flops / (peak * self._efficiency(size))
+        return self.launch_s + flops / (peak * self._efficiency(size) * self.speed)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of an operator that only moves bytes."""
-        return self.launch_s + num_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
+        return self.launch_s + num_bytes / (self.memory_bytes_per_s * self.memory_efficiency
+                                            * self.speed)
 
     def _efficiency(self, flops: float) -> float:
         points = self.efficiency
@@ -136,6 +138,17 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def node_of(self) -> tuple[int, ...]:
         """Per rank: the number of its node."""
         return tuple(n for n, node in enumerate(self.nodes) for _ in node)
+
+    @cached_property
+    def classes(self) -> tuple[Device, ...]:
+        """The distinct devices, in rank order: what is measured is measured for each."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @cached_property
+    def class_of(self) -> tuple[int, ...]:
+        """Per rank: the number of its class."""
+        number = {device: k for k, device in enumerate(self.classes)}
+        return tuple(number[device] for device in self.devices)
 
     def core(self, rank: int) -> int:
         """The number of a rank's core; ranks that share a core have the same one."""

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ from msgspec import Meta, Struct
 
 from . import files
 from .errors import PlanError
-from .limits import Bytes, Count, Delta, Index, Name, Rank
+from .limits import Bytes, Count, Delta, Index, Name, Rank, refuse
 from .model import ModelGraph
 
 MOST_MICRO_BATCHES = 2**16  # each is an entry of an action list
@@ -61,10 +62,15 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Replica(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """One copy of the model: its stages in order, and how many micro-batches it takes."""
+    """One copy of the model: its stages in order, and how many micro-batches it takes.
+
+    `rows`: its share of the rows of a batch, beside those of the others; None: as its share of the
+    micro-batches, which then are equal everywhere.
+    """
 
     stages: Annotated[tuple[Stage, ...], Meta(min_length=1)]
     num_micro_batches: Annotated[int, Meta(ge=1, le=MOST_MICRO_BATCHES)] = 1
+    rows: Count | None = None
 
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
@@ -95,6 +101,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     reason: Name = "given by the user"
     bucket_bytes: Annotated[int, Meta(ge=1, le=2**50)] = BUCKET_BYTES
     grad_dtype: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        shares = [replica.rows for replica in self.replicas]
+        refuse(None in shares and any(shares), f"rows of the replicas are {shares}; give them for "
+               "every replica, or for none")
 
     @property
     def keeps_bfloat16(self) -> bool:
@@ -166,16 +177,20 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(replica.num_micro_batches for replica in self.replicas)
 
     def micro_batches(self, num_rows: int) -> list[list[tuple[int, int]]]:
-        """Rows of every micro-batch of every replica; sizes differ by one row at most.
+        """Rows of every micro-batch of every replica; of a replica they differ by one at most.
 
         If all replicas take the same number of micro-batches, they still do so in a batch of fewer
         rows, as they communicate in each; a micro-batch without rows is left out.
         """
         counts = [replica.num_micro_batches for replica in self.replicas]
+        shares = [replica.rows for replica in self.replicas]
+        given = [share for share in shares if share is not None]
+        owns = shared_out(num_rows, given) if given else [num_rows]
         if len(set(counts)) == 1:
-            counts = [min(counts[0], max(1, num_rows // len(counts)))] * len(counts)
-        total = sum(counts)
-        sizes = [num_rows // total + (i < num_rows % total) for i in range(total)]
+            most = min(owns) if given else num_rows // len(counts)
+            counts = [min(counts[0], max(1, most))] * len(counts)
+        groups = zip(owns, counts if given else [sum(counts)], strict=True)
+        sizes = [own // count + (i < own % count) for own, count in groups for i in range(count)]
         ends = list(itertools.accumulate(sizes))
         spans = iter(zip([0, *ends], ends, strict=False))
         return [[span for span in itertools.islice(spans, count) if span[1] > span[0]]
@@ -192,6 +207,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)
+
+
+def shared_out(num_rows: int, shares: Sequence[int]) -> list[int]:
+    """Rows in these shares, whole ones: what is left over goes to the largest fractions."""
+    total = sum(shares)
+    whole = [num_rows * share // total for share in shares]
+    order = sorted(range(len(shares)), key=lambda r: (-(num_rows * shares[r] % total), r))
+    for r in order[: num_rows - sum(whole)]:
+        whole[r] += 1
+    return whole
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -15,7 +15,7 @@ from msgspec.structs import astuple, replace
 from . import files
 from .cluster import Cluster
 from .errors import ProfileError
-from .limits import Amount, Count, Delta, Factor, Name, Seconds, Signed, increase, refuse
+from .limits import Amount, Count, Delta, Factor, Index, Name, Seconds, Signed, increase, refuse
 from .plan import Sharding
 
 Number = TypeVar("Number", int, float)
@@ -61,12 +61,13 @@ class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BlockCosts(Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind under a sharding, at several numbers of rows."""
+    """A kind under a sharding on a class of devices, at several numbers of rows."""
 
     kind: Name
     sharding: Name  # `sharding_key`
     pieces: Annotated[tuple[BlockCost, ...], Meta(min_length=1)]
     source: Source = "measured"  # in all pieces, else another of SOURCES
+    device: Index = 0  # the number of the class: `Cluster.classes`
 
     def __post_init__(self) -> None:
         rows = [cost.rows for cost in self.pieces]
@@ -88,14 +89,15 @@ class BlockCosts(Struct, frozen=True, forbid_unknown_fields=True):
 
 def merged(costs: Iterable[BlockCosts]) -> tuple[BlockCosts, ...]:
     """One entry per program, in the order of their names, its numbers of rows in order."""
-    by_rows: dict[tuple[str, str], dict[int, BlockCost]] = {}
-    sources: dict[tuple[str, str], Source] = {}
+    by_rows: dict[tuple[str, str, int], dict[int, BlockCost]] = {}
+    sources: dict[tuple[str, str, int], Source] = {}
     for found in costs:
-        key = (found.kind, found.sharding)
+        key = (found.kind, found.sharding, found.device)
         by_rows.setdefault(key, {}).update({cost.rows: cost for cost in found.pieces})
         sources[key] = min(found.source, sources.get(key, found.source), key=SOURCES.index)
-    return tuple(BlockCosts(*key, tuple(own[n] for n in sorted(own)), sources[key])
-                 for key, own in sorted(by_rows.items()))
+    return tuple(BlockCosts(kind, sharding, tuple(own[n] for n in sorted(own)),
+                            sources[kind, sharding, device], device)
+                 for (kind, sharding, device), own in sorted(by_rows.items()))
 
 
 def few(values: Sequence[Number], most: int) -> list[Number]:
@@ -171,7 +173,6 @@ class Overheads(Struct, frozen=True, forbid_unknown_fields=True):
     cut_s_per_byte: Seconds = 0.0  # the same in rows for the ranks of ZeRO, with taking apart
     fill_s_per_byte: Seconds = 0.0  # from a message into parameters
     fixed_bytes: Amount = 0.0
-    meet_s: Seconds = 0.0  # older files have it; nothing reads it
 
     def packing(self, op: str) -> float:
         """Seconds per byte of a message of gradients for such a collective."""
@@ -198,21 +199,37 @@ class Jitter(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
-    """Blocks of one model, curves of one cluster, and what else a step costs."""
+    """Blocks of one model, curves of one cluster, and what else a step costs.
+
+    Overheads and jitter are those of each class of devices, or one for all.
+    """
 
     cluster: Cluster
     cells: tuple[BlockCosts, ...]
     curves: tuple[Curve, ...] = ()
-    overheads: Overheads = Overheads()
-    jitter: Jitter = Jitter()
+    overheads: Annotated[tuple[Overheads, ...], Meta(min_length=1)] = (Overheads(),)
+    jitter: Annotated[tuple[Jitter, ...], Meta(min_length=1)] = (Jitter(),)
     noise: dict[str, Factor] = {}  # times that stayed uncertain: the relative error of each median
     assumed: bool = False  # what was not measured is taken from the cluster's datasheets
 
     def __post_init__(self) -> None:
-        names = [f"{c.kind} under {c.sharding}" for c in self.cells]
+        count = len(self.cluster.classes)
+        for what, own in (("overheads", self.overheads), ("jitters", self.jitter)):
+            refuse(len(own) not in (1, count), f"{len(own)} {what} for {count} classes of devices")
+        refuse(any(c.device >= count for c in self.cells),
+               f"cells of a class that is not among the {count} of the cluster")
+        names = [f"{c.kind} under {c.sharding} on {c.device}" for c in self.cells]
         names += [f"{c.op} among {c.group}" for c in self.curves]
         twice = [name for name, count in Counter(names).items() if count > 1]
         refuse(bool(twice), f"cells or curves are there twice: {twice[:3]}")
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is known of how computing times vary."""
+        return all(jitter.quiet for jitter in self.jitter)
+
+    def jitter_of(self, rank: int) -> Jitter:
+        return self.jitter[self.cluster.class_of[rank] if len(self.jitter) > 1 else 0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         files.save(self, path)
@@ -247,20 +264,37 @@ class Lookup:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.costs = {(c.kind, c.sharding): c for c in profile.cells}
+        self.costs = {(c.kind, c.sharding, c.device): c for c in profile.cells}
         self.curves = {(curve.op, curve.group): curve for curve in profile.curves}
-        self._known: dict[tuple[str, str, int], BlockCost] = {}
+        self._known: dict[tuple[str, str, int, int], BlockCost] = {}
 
-    def cost(self, kind: str, sharding: str, rows: int) -> BlockCost:
-        key = (kind, sharding, rows)
+    def cost(self, kind: str, sharding: str, rows: int, device: int = 0) -> BlockCost:
+        """On a device of a class."""
+        key = (kind, sharding, rows, device)
         if key not in self._known:
-            if key[:2] not in self.costs:
+            found = self.costs.get((kind, sharding, device))
+            if found is None:
+                name = self.profile.cluster.classes[device].name
                 raise ProfileError(
-                    f"{kind} under sharding {sharding or 'whole'} was not measured",
+                    f"{kind} under sharding {sharding or 'whole'} was not measured on {name}",
                     where="Profile.cells", fix="measure again for this plan",
                 )
-            self._known[key] = self.costs[key[:2]].at(rows)
+            self._known[key] = found.at(rows)
         return self._known[key]
+
+    def overheads(self, device: int = 0) -> Overheads:
+        """Of a class of devices."""
+        own = self.profile.overheads
+        return own[device if len(own) > 1 else 0]
+
+    def slowest(self, kind: str, sharding: str, rows: int) -> BlockCost:
+        """On the class of devices that is the slowest at it: with equal shares all wait for it."""
+        count = len(self.profile.cluster.classes)
+        return max((self.cost(kind, sharding, rows, device) for device in range(count)),
+                   key=lambda cost: cost.forward_s + cost.backward_s)
+
+    def slowest_overheads(self) -> Overheads:
+        return max(self.profile.overheads, key=lambda own: own.update_s_per_byte)
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         group = self.profile.cluster.place(ranks)

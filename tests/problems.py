@@ -52,7 +52,7 @@ def problem(seed: int) -> Problem:
                      cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)
     cluster = _cluster(draw)
     curves = tuple(_messages(draw, cluster)) if draw.random() < 0.5 else ()
-    found = Profile(cluster, tuple(cells), curves, overheads=over, assumed=True)
+    found = Profile(cluster, tuple(cells), curves, overheads=(over,), assumed=True)
     precision = draw.choice(["float32", "bfloat16"])
     return Problem(
         graph, options, lookup(found), draw.choice([4, 8, 16]), Constraints(precision=precision)
@@ -81,7 +81,7 @@ def unshared(seed: int) -> tuple[ModelGraph, list[Option], Lookup]:
                      cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)
     cluster = Cluster(((Device("d", 1e9, 1e9, 10**9),) * 4,), Link(1e-4, 1e7), Link(1e-3, 1e6))
     near = Curve("send", cluster.place((0, 1)), ((8.0, 1e-4), (1e5, 1e-2)), held=0.3)
-    found = Profile(cluster, tuple(cells), (near,) * draw.choice([0, 1]), over, assumed=True)
+    found = Profile(cluster, tuple(cells), (near,) * draw.choice([0, 1]), (over,), assumed=True)
     return ModelGraph(kinds, blocks, params, {"loss": "v6"}), options, lookup(found)
 
 

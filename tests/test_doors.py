@@ -20,7 +20,7 @@ from autopar_torch.cluster import Change, Cluster, Device, Link, named
 from autopar_torch.errors import AutoparError, FileError, NounError, PlanError, ShardingError
 from autopar_torch.find import measuring
 from autopar_torch.plan import check, fit
-from autopar_torch.profile import BlockCost, BlockCosts, Curve, Overheads, Profile
+from autopar_torch.profile import BlockCost, BlockCosts, Curve, Profile
 from autopar_torch.run import shardings, verify
 from autopar_torch.search.reasons import Case
 from autopar_torch.simulate import simulate
@@ -98,15 +98,6 @@ def test_an_error_names_the_field_and_what_it_is(tmp_path: Path) -> None:
     assert ">= 0.0" in what and "it is -1" in what
     assert "unknown field `speed`" in refused(path, Cluster, text[:-1] + ',"speed":1}')
     assert "'cores' is there twice" in refused(path, Cluster, text[:-1] + ',"cores":[]}')
-
-
-def test_what_older_profiles_say_of_overheads_is_passed_over() -> None:
-    text = files.encode(Overheads(step_s=0.5)).decode()
-    text = text.replace(',"meet_s":0.0', "")
-    read = files.decode((text[:-1] + ',"meet_s":0.1}').encode(), Overheads)
-    assert msgspec.structs.replace(read, meet_s=0.0) == Overheads(step_s=0.5)
-    with pytest.raises(FileError, match="unknown field `step_ms`"):
-        files.decode((text[:-1] + ',"step_ms":0.1}').encode(), Overheads)
 
 
 def test_what_json_leaves_open_is_closed(tmp_path: Path) -> None:

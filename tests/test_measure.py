@@ -97,7 +97,7 @@ def sharing() -> dict[str, Any]:
     return {
         "cores": profile.cluster.cores,
         "seconds": [[p.forward_s, p.backward_s] for p in pieces],
-        "varies": not profile.jitter.quiet,
+        "varies": not profile.quiet,
         "early": [p.input_s for p in pieces],
         "late": [p.weight_s for p in pieces],
         "added": [p.added_s for p in pieces],

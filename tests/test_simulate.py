@@ -224,7 +224,7 @@ def test_a_micro_batch_is_made_ready_once_for_all_stages_of_a_rank() -> None:
     call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
     plan = ap.Plan.uniform(pp=2, schedule="interleaved", virtual=2, num_micro_batches=4)
     whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x2xA100-80")
-    more = replace(profile, overheads=replace(profile.overheads, micro_batch_s=1.0))
+    more = replace(profile, overheads=(replace(profile.overheads[0], micro_batch_s=1.0),))
     steps = [simulate(whole, traced.graph, p, 16) for p in (profile, more)]
     for rank in whole.devices:
         without, with_it = (step.parts(rank).compute_s for step in steps)
@@ -305,7 +305,7 @@ def test_what_lies_ready_for_messages_is_counted(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_of_a_tensor_group_vary_together_and_replicas_each_for_itself() -> None:
     wanted = (0.5, 0.8, 1.0, 1.2, 1.5)
-    draws = sampled_steps(ap.Plan.uniform(tp=2, dp=2), Jitter(rank=wanted), 5)
+    draws = sampled_steps(ap.Plan.uniform(tp=2, dp=2), lambda _: Jitter(rank=wanted), 5)
     assert all(d.slowdown[0] == d.slowdown[1] and d.slowdown[2] == d.slowdown[3] for d in draws)
     assert [tuple(sorted(d.slowdown[rank] for d in draws)) for rank in (0, 2)] == [wanted] * 2
     assert any(d.slowdown[0] != d.slowdown[2] for d in draws)
@@ -322,7 +322,7 @@ def test_what_varies_makes_those_wait_whose_waiting_was_not_measured(
     call, _ = take_apart((), {n: torch.zeros(4, 16, dtype=torch.int64) for n in ("idx", "targets")})
     plan = ap.Plan.uniform(**degrees)  # type: ignore[arg-type]
     whole, profile = profile_for(plan, traced := trace(model, call), 16, "1x2xA100-80")
-    shaky = replace(profile, jitter=jitter)
+    shaky = replace(profile, jitter=(jitter,))
     usual, varied = (simulate(whole, traced.graph, p, 16, draws=15).step_s
                      for p in (profile, shaky))
     assert (varied > 1.02 * usual) == waits

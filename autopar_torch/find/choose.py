@@ -143,7 +143,7 @@ def _sources() -> str:
 
 
 ROOMS = (".", "search", "simulate", "shard", "run", "find")
-FORMAT = 21  # raised when a number in a profile gets another meaning
+FORMAT = 22  # raised when a number in a profile gets another meaning
 
 
 def _load(path: Path, kind: type[Noun]) -> Noun | None:

@@ -71,23 +71,25 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
         whole = complete(whole, traced, rows)
         verify.check(whole, traced)
         return whole, _of_this(place, traced).profile
-    device = slowest(place)
     meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
+    device = slowest(place)
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
     whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
     verify.check(whole, traced)
     needs = dict.fromkeys(block_needs(whole, traced.graph, num_rows))
-    costs = [_costs(need, traced, device, prices) for need in needs]
-    return whole, Profile(place, merged(costs), overheads=overheads(device, plan.precision),
-                          assumed=True)
+    costs = [_costs(need, traced, k, own, prices)
+             for need in needs for k, own in enumerate(place.classes)]
+    return whole, Profile(place, merged(costs), assumed=True,
+                          overheads=tuple(overheads(d, plan.precision) for d in place.classes))
 
 
-def _costs(need: BlockNeed, traced: Traced, device: Device,
-          prices: dict[tuple[int, ...], Prices]) -> BlockCosts:
+def _costs(need: BlockNeed, traced: Traced, number: int, device: Device,
+           prices: dict[tuple[int, ...], Prices]) -> BlockCosts:
     own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
-    cost = estimate(traced.programs[need.kind], need.sharding, own._replace(rows=need.rows))
+    cost = estimate(traced.programs[need.kind], need.sharding,
+                    own._replace(device=device, rows=need.rows))
     cost = cost.recomputed if need.recompute else cost
-    return BlockCosts(need.kind, need.key, (cost,), "datasheet")
+    return BlockCosts(need.kind, need.key, (cost,), "datasheet", number)
 
 
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
@@ -98,9 +100,9 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
     options = tuple(ways.option(traced, mesh, prices[mesh], limits.rings) for mesh in meshes)
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
     rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
-    costs = ways.estimated(traced, options, rows, prices) if rows else []
-    profile = Profile(cluster, tuple(costs), overheads=overheads(device, limits.precision),
-                      assumed=True)
+    costs = ways.estimated(traced, options, rows, prices, cluster.classes) if rows else []
+    profile = Profile(cluster, tuple(costs), assumed=True,
+                      overheads=tuple(overheads(d, limits.precision) for d in cluster.classes))
     return Known(options, profile)
 
 

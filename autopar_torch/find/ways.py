@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..cluster import Cluster, Link
+from ..cluster import Cluster, Device, Link
 from ..errors import SearchError
 from ..plan import Plan, Stage
 from ..profile import BlockCosts, BlockNeed, Lookup, program_key
@@ -133,18 +133,20 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
 
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
-              prices: dict[tuple[int, ...], Prices]) -> list[BlockCosts]:
-    """Costs by datasheet, each with forward kept and with forward recomputed."""
-    found: dict[tuple[str, str], BlockCosts] = {}
+              prices: dict[tuple[int, ...], Prices],
+              classes: Sequence[Device]) -> list[BlockCosts]:
+    """Costs by datasheet on each class of devices, with forward kept and with it recomputed."""
+    found: dict[tuple[str, str, int], BlockCosts] = {}
     for option in options:
         for block, sharding in zip(traced.graph.blocks, option.shardings, strict=True):
-            need = BlockNeed(block.kind, sharding, 1)
-            if (block.kind, need.key) in found:
+            need, priced = BlockNeed(block.kind, sharding, 1), prices[option.mesh]
+            if (block.kind, need.key, 0) in found:
                 continue
-            kept = tuple(estimate(traced.programs[block.kind], sharding,
-                                  prices[option.mesh]._replace(rows=n)) for n in rows)
-            recomputed = tuple(cost.recomputed for cost in kept)
-            for own, recompute in ((kept, False), (recomputed, True)):
-                key = program_key(sharding, recompute)
-                found[block.kind, key] = BlockCosts(block.kind, key, own, "datasheet")
+            for k, device in enumerate(classes):
+                kept = tuple(estimate(traced.programs[block.kind], sharding,
+                                      priced._replace(device=device, rows=n)) for n in rows)
+                recomputed = tuple(cost.recomputed for cost in kept)
+                for own, recompute in ((kept, False), (recomputed, True)):
+                    key = program_key(sharding, recompute)
+                    found[block.kind, key, k] = BlockCosts(block.kind, key, own, "datasheet", k)
     return list(found.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from statistics import median
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from .blocks import BACKWARDS, Axes, Context, TimedChain
 from .bytes import TensorBytes
 from .links import Lines, Places, barrier
 from .overheads import Extras
-from .samples import slowdowns, variation
+from .samples import Variation, slowdowns, variation
 from .stats import NOISE_LIMIT, quantiles
 
 
@@ -116,27 +118,39 @@ class Session:
         found: dict[BlockNeed, BlockCost] = {}
         for chain in self.chains.values():
             found |= chain.result()
-        costs = [self._costs(need, found) for need in self.needs]
+        costs = [cost for need in self.needs for cost in self._costs(need, found)]
         own = replace(self.extras.result(), action_s=self._switch_s())
-        overheads = Overheads(*self._mean(_values(own), True))
+        overheads = tuple(Overheads(*mean) for mean in self._means(_values(own)))
         return Profile(self.cluster, merged(costs), self.lines.result(), overheads,
                        self._jitter(), self.noise())
 
-    def _costs(self, need: BlockNeed, found: dict[BlockNeed, BlockCost]) -> BlockCosts:
-        if _chain(need) in self.chains:
-            return BlockCosts(need.kind, need.key, (self._joined_cost(found.get(need), need.rows),))
-        kept = self._joined_cost(found.get(_kept(need)), need.rows)
-        return BlockCosts(need.kind, need.key, (kept.recomputed,), "derived")
+    def _costs(self, need: BlockNeed, found: dict[BlockNeed, BlockCost]) -> list[BlockCosts]:
+        """On each class of devices that took part."""
+        chain = _chain(need)
+        derived = chain not in self.chains
+        cost = found.get(_kept(need) if derived else need)
+        means = self._means(_values(cost)[1:] if cost else None, math.prod(chain.mesh))
+        costs = {k: BlockCost(need.rows, *mean) for k, mean in enumerate(means) if mean}
+        if derived:
+            return [BlockCosts(need.kind, need.key, (cost.recomputed,), "derived", k)
+                    for k, cost in costs.items()]
+        return [BlockCosts(need.kind, need.key, (cost,), "measured", k)
+                for k, cost in costs.items()]
 
     def _switch_s(self) -> float:
         found = [chain.switch_s() for chain in self._alone()]
         return median(found) if found else 0.0
 
-    def _jitter(self) -> Jitter:
-        """How whole rounds and single runs varied, over all ranks."""
+    def _jitter(self) -> tuple[Jitter, ...]:
+        """How whole rounds and single runs varied, over the ranks of each class."""
         alone = self._alone()
         own = {key: variation(c.columns) for key, c in self.chains.items() if c in alone}
         everyone = self.places.gather(own)
+        return tuple(self._varied([seen for rank, seen in enumerate(everyone)
+                                   if self.cluster.class_of[rank] == k])
+                     for k in range(len(self.cluster.classes)))
+
+    def _varied(self, everyone: Sequence[dict[Chain, Variation]]) -> Jitter:
         if not any(everyone):
             return Jitter()
         chains = [[seen[key] for seen in everyone if key in seen] for key in self.chains]
@@ -151,15 +165,17 @@ class Session:
         least = 3 * len(BACKWARDS)
         return [c for c in found if c in self.wanted and c.num_rounds >= least] or found
 
-    def _joined_cost(self, cost: BlockCost | None, rows: int) -> BlockCost:
-        own = _values(cost)[1:] if cost else [0.0] * (len(BlockCost.__struct_fields__) - 1)
-        return BlockCost(rows, *self._mean(own, cost is not None))
-
-    def _mean(self, own: Sequence[float], counts: bool) -> list[float]:
-        """The mean over the ranks that took part."""
-        mine = torch.tensor([*own, float(counts)], dtype=torch.float64, device=self.device)
-        total = self.places.sum(mine)
-        return [float(x) / max(1.0, float(total[-1])) for x in total[:-1]]
+    def _means(self, own: Sequence[float] | None, tp: int = 1) -> list[list[float]]:
+        """Per class of devices: the mean over its ranks that took part; empty where none did."""
+        rank, size = self.places.rank, len(own or ())
+        counts = own is not None and rank in _typical(self.cluster, tp)
+        width = max(self.places.gather(size))
+        table = torch.zeros(len(self.cluster.classes), width + 1, dtype=torch.float64,
+                            device=self.device)
+        if own is not None and counts:
+            table[self.cluster.class_of[rank]] = torch.tensor([*own, 1.0])
+        rows = self.places.sum(table).tolist()
+        return [[x / row[-1] for x in row[:-1]] if row[-1] else [] for row in rows]
 
     def noise(self) -> dict[str, float]:
         """The wanted times that are still uncertain, each with its largest error on any rank.
@@ -171,6 +187,17 @@ class Session:
         for errors in self.places.gather(own):
             found |= {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
         return {name: error for name, error in found.items() if error > NOISE_LIMIT}
+
+
+@cache
+def _typical(cluster: Cluster, tp: int) -> frozenset[int]:
+    """Ranks that tell what their class takes: those in tensor groups of one class. Others wait in
+    their exchanges for slower ones; they tell only where their class has no such group."""
+    class_of = cluster.class_of
+    pure = {r for r in range(cluster.num_devices)
+            if len(set(class_of[r - r % tp : r - r % tp + tp])) == 1}
+    missing = set(class_of) - {class_of[r] for r in pure}
+    return frozenset(pure | {r for r, k in enumerate(class_of) if k in missing})
 
 
 def _trained_sizes(traced: Traced) -> list[int]:

@@ -162,7 +162,7 @@ class Tables:
 
     def cost(self, kind: str, own: str, rows: int, recompute: bool) -> BlockCost:
         recompute = recompute and not self.graph.kinds[kind].mutates
-        return self.profile.cost(kind, program_key(own, recompute), rows)
+        return self.profile.slowest(kind, program_key(own, recompute), rows)
 
     def blocks(self, option: int, rows: int, recompute: bool) -> Blocks:
         key = (option, rows, recompute)

@@ -26,8 +26,8 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
     With `draws`, it is the median of so many steps whose computing times vary as measured.
     """
     found = representatives(plan, profile, num_rows)
-    varies = draws and not profile.jitter.quiet
-    chances = sampled_steps(plan, profile.jitter, draws) if varies else [usual(plan)]
+    varies = draws and not profile.quiet
+    chances = sampled_steps(plan, profile.jitter_of, draws) if varies else [usual(plan)]
     with _uncollected():
         costs = Costs(plan, graph, lookup(profile), found)
         steps = [_step(costs, num_rows, start_s, chance) for chance in chances]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
 from ..plan import Plan, Replica, Stage
-from ..profile import BlockCost, Lookup, program_key
+from ..profile import BlockCost, Lookup, Overheads, program_key
 from ..shard.holdings import all_holdings, value_shape
 from ..shard.reduction import Share, buckets_of, shares_of
 
@@ -89,10 +89,14 @@ class Costs:
                  representatives: Mapping[int, int] | None = None) -> None:
         self.plan, self.graph, self.profile = plan, graph, profile
         self.representatives = representatives or {rank: rank for rank in plan.devices}
+        self.class_of = profile.profile.cluster.class_of
         self.holdings = all_holdings(plan, graph)
         self.shares = {rank: shares_of(plan, graph, rank, self.holdings)
                        for rank in self.leading(plan.devices)}
         self._stages: dict[tuple[int, int, int], StageCost] = {}
+
+    def overheads(self, rank: int) -> Overheads:
+        return self.profile.overheads(self.class_of[rank])
 
     def leading(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if self.representatives[rank] == rank]
@@ -181,11 +185,11 @@ class Costs:
         block = self.graph.blocks[index]
         recompute = stage.recompute and not self.graph.kind_of(index).mutates
         key = program_key(self.plan.sharding(stage, index), recompute)
-        cost = self.profile.cost(block.kind, key, rows)
+        cost = self.profile.cost(block.kind, key, rows, self.class_of[rank])
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]
         gathers = tuple(self._gathers(used))
-        filling = self.profile.profile.overheads.fill_s_per_byte * sum(size for _, size in gathers)
+        filling = self.overheads(rank).fill_s_per_byte * sum(size for _, size in gathers)
         trained = [share for share in own if share.trained]
         whole = sum(map(_local_bytes, trained))
         added_s = cost.added_s * sum(map(self._added, trained)) / whole if whole else 0.0

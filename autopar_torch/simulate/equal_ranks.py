@@ -34,7 +34,7 @@ def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:
 def _apart(profile: Profile) -> bool:
     """Whether every device has a core and a card of its own, and none changes over time."""
     cores, changes = profile.cluster.cores, profile.cluster.changes
-    measured = profile.curves or not profile.assumed or not profile.jitter.quiet
+    measured = profile.curves or not profile.assumed or not profile.quiet
     return not measured and not changes and len(set(cores)) == len(cores)
 
 
@@ -61,6 +61,8 @@ def _first(plan: Plan) -> bool:
 
 def _shape(replica: Replica, cluster: Cluster) -> tuple[object, ...]:
     start = cluster.node_of[replica.stages[0].devices[0]]
-    places = tuple(cluster.node_of[stage.devices[0]] - start for stage in replica.stages)
+    places = tuple((cluster.node_of[stage.devices[0]] - start,
+                    *(cluster.class_of[rank] for rank in stage.devices))
+                   for stage in replica.stages)
     programs = tuple((s.blocks, s.mesh, s.recompute, s.shardings) for s in replica.stages)
     return places, programs, replica.position_of, replica.num_micro_batches

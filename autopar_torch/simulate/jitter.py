@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..measure.stats import quantiles
 from ..plan import Plan
 from ..profile import Jitter
+
+JitterOf = Callable[[int], Jitter]  # of a rank
 
 
 @dataclass
@@ -17,31 +19,32 @@ class SampledStep:
     other is already part of their measured exchanges."""
 
     slowdown: dict[int, float]  # of each rank in the whole step
-    block: Sequence[float]
+    jitter_of: JitterOf
     chance: random.Random
 
-    def factors(self, count: int) -> list[float]:
-        """Factors of so many blocks, on top of the pace of the step."""
-        if len(self.block) == 1:
-            return [*self.block] * count
-        return self.chance.choices(self.block, k=count)
+    def factors(self, rank: int, count: int) -> list[float]:
+        """Factors of so many blocks on a rank, on top of the pace of the step."""
+        block = self.jitter_of(rank).block
+        if len(block) == 1:
+            return [*block] * count
+        return self.chance.choices(block, k=count)
 
 
-def sampled_steps(plan: Plan, jitter: Jitter, count: int) -> list[SampledStep]:
+def sampled_steps(plan: Plan, jitter_of: JitterOf, count: int) -> list[SampledStep]:
     """So many steps, and as many slowdowns. Each group takes each once, in a random order of its
     own, so that few steps tell what many would."""
     groups = dict.fromkeys(stage.devices for r in plan.replicas for stage in r.stages)
-    slowdowns = quantiles(jitter.rank, count)
     orders = random.Random(0)
-    columns = [orders.sample(slowdowns, count) for _ in groups]
+    columns = [orders.sample(quantiles(jitter_of(ranks[0]).rank, count), count)
+               for ranks in groups]
     return [
         SampledStep({rank: own[k] for ranks, own in zip(groups, columns, strict=True)
-                     for rank in ranks}, jitter.block, random.Random(k))
+                     for rank in ranks}, jitter_of, random.Random(k))
         for k in range(count)
     ]
 
 
 def usual(plan: Plan) -> SampledStep:
     """The step without any variation."""
-    [sampled] = sampled_steps(plan, Jitter(), 1)
+    [sampled] = sampled_steps(plan, lambda _: Jitter(), 1)
     return sampled

@@ -71,18 +71,18 @@ def _position(costs: Costs, index: int, replica: Replica, schedule: Schedule,
             border = costs.stage(index, s, (counts or [1])[0])
             parts[s] = _Part(s, (replica.stages[s].blocks or (0, 0))[0], border.back_bytes,
                              border.send_bytes, by_rows)
-        found[rank] = _rank(costs, parts, lane, came_back, counts, states)
+        found[rank] = _rank(costs, rank, parts, lane, came_back, counts, states)
     return found
 
 
-def _rank(costs: Costs, parts: dict[int, _Part], lane: Sequence[Action],
+def _rank(costs: Costs, rank: int, parts: dict[int, _Part], lane: Sequence[Action],
           came_back: Mapping[Action, list[Action]], counts: Sequence[int],
           states: int) -> Memory:
     """The list as run/executor.py runs it, with the reducer of run/params.py."""
     own = [part.any for part in parts.values()]
     fixed = Memory(params=int(sum(c.param_bytes for c in own)),
                    optimizer=int(states * sum(c.owned_bytes for c in own)),
-                   fixed=int(costs.profile.profile.overheads.fixed_bytes))
+                   fixed=int(costs.overheads(rank).fixed_bytes))
     tally = _Tally(fixed, parts.values())
     last = {action.stage: action for action in lane if action.op in (Op.B, Op.W)}
     received = list(accumulate((_received_bytes(parts, action) for action in lane), initial=0.0))

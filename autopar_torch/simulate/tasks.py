@@ -39,7 +39,6 @@ class StepTasks:
 
     def __init__(self, costs: Costs, num_rows: int, sampled: SampledStep) -> None:
         self.costs, self.sampled, self.cluster = costs, sampled, costs.profile.profile.cluster
-        self.overheads = costs.profile.profile.overheads
         self.rows = costs.plan.micro_batches(num_rows)
         self.tasks: list[Task] = []
         self.last: dict[int, int] = {}  # rank -> its latest task in order
@@ -122,12 +121,12 @@ class StepTasks:
     def _begin(self) -> None:
         """Take the batch; gather what ZeRO does not gather per use."""
         for rank in self.costs.leading(self.costs.plan.devices):
-            self._compute(rank, "batch", self.overheads.step_s)
+            self._compute(rank, "batch", self.costs.overheads(rank).step_s)
         gathers = {gather for cost in self._all_ranks() for gather in cost.gathers}
         for ranks, size in sorted(gathers):
             self._together(ranks, "gather", "gather", size)
             for rank in self.costs.leading(ranks):
-                self._compute(rank, "unpack", size * self.overheads.fill_s_per_byte)
+                self._compute(rank, "unpack", size * self.costs.overheads(rank).fill_s_per_byte)
 
     def _rank_costs(self) -> list[RankCost]:
         return [cost for r, replica in self.costs.replicas()
@@ -199,14 +198,14 @@ class StepTasks:
         self._before(cost.ranks, action, name, first)
         for group in groups:
             self._gather(cost.ranks, action.op, group, blocks.start)
-            factors = self.sampled.factors(len(group))
+            factors = self.sampled.factors(stage.devices[0], len(group))
             for rank_cost in cost.ranks:
                 own = [rank_cost.blocks[b - blocks.start] for b in group]
                 works = [f * getattr(b, what).compute_s for f, b in zip(factors, own, strict=True)]
                 added = sum(block.added_s for block in own)
                 more = added if action.op is Op.B and action.micro_batch else 0.0
                 self._compute(rank_cost.rank, name, sum(works) + more)
-            self._joint(stage.devices, name, _slowest(cost.ranks, what, group, blocks.start),
+            self._joint(stage.devices, name, _exchanged_s(cost.ranks, what, group, blocks.start),
                         Load(self.costs.profile.exchange_core(stage.devices)))
             if final and self.costs.plan.zero == 3:
                 self._sum_now(cost.ranks, group[0])
@@ -237,7 +236,7 @@ class StepTasks:
             for bucket in cost.buckets:
                 if bucket.same_schedule and block in (None, bucket.block):
                     curve = self.costs.profile.curve(bucket.op, bucket.ranks)
-                    seconds = curve.seconds(bucket.num_bytes) + self._packing_s(bucket)
+                    seconds = curve.seconds(bucket.num_bytes) + self._packing_s(cost.rank, bucket)
                     self._join(cost.rank, bucket.ranks, "scatter", seconds, _load(curve))
 
     def _summed_beside(self, bucket: Bucket) -> bool:
@@ -249,20 +248,20 @@ class StepTasks:
         for cost in ranks:
             for bucket in cost.buckets:
                 if bucket.block == block and self._summed_beside(bucket):
-                    self._compute(cost.rank, "pack", self._packing_s(bucket))
+                    self._compute(cost.rank, "pack", self._packing_s(cost.rank, bucket))
 
-    def _packing_s(self, bucket: Bucket) -> float:
-        return bucket.num_bytes * self.overheads.packing(bucket.op)
+    def _packing_s(self, rank: int, bucket: Bucket) -> float:
+        return bucket.num_bytes * self.costs.overheads(rank).packing(bucket.op)
 
     def _before(self, ranks: Sequence[RankCost], action: Action, name: str, first: bool) -> None:
         """What runs before an action. `first`: its stage is the first of its position, and
         prepares the micro-batch for the others."""
         for cost in ranks:
-            extra = 0.0
+            extra, over = 0.0, self.costs.overheads(cost.rank)
             if action.op is Op.F:
-                extra = self.overheads.action_s + self.overheads.micro_batch_s * first
+                extra = over.action_s + over.micro_batch_s * first
             elif action.op in (Op.B, Op.W) and action.micro_batch:
-                extra = cost.added_bytes * self.overheads.add_s_per_byte
+                extra = cost.added_bytes * over.add_s_per_byte
             self._compute(cost.rank, name, extra)
 
     def _reduce(self) -> None:
@@ -316,8 +315,9 @@ class StepTasks:
         if len(devices) > 1:
             self._together(devices, "loss", "sum", 4.0)
         for cost in self._all_ranks():
-            update = (cost.owned_bytes * self.overheads.update_s_per_byte
-                      + cost.num_tensors * self.overheads.update_s_per_tensor)
+            over = self.costs.overheads(cost.rank)
+            update = (cost.owned_bytes * over.update_s_per_byte
+                      + cost.num_tensors * over.update_s_per_tensor)
             self._compute(cost.rank, "update", update)
 
 
@@ -330,11 +330,13 @@ def _last_backward(lane: Sequence[Action], stage: int) -> Action | None:
     return found[-1] if found else None
 
 
-def _slowest(ranks: Sequence[RankCost], what: str, group: Sequence[int], first: int) -> float:
-    """Seconds of exchange in some blocks, on the rank that has most of it."""
+def _exchanged_s(ranks: Sequence[RankCost], what: str, group: Sequence[int],
+                 first: int) -> float:
+    """Seconds of exchange in some blocks, on the rank that has least of it: the slowest one, for
+    which the others wait."""
     works: list[list[Work]] = [[_work(cost.blocks[b - first], what) for b in group]
                                for cost in ranks]
-    return max(sum(w.comm_s for w in own) for own in works)
+    return min(sum(w.comm_s for w in own) for own in works)
 
 
 def _work(block: BlockWork, what: str) -> Work:

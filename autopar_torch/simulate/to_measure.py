@@ -20,7 +20,7 @@ class _Listener(Lookup):
         super().__init__(Profile(cluster, ()))
         self.asked: dict[CurveNeed, None] = {}
 
-    def cost(self, kind: str, sharding: str, rows: int) -> BlockCost:
+    def cost(self, kind: str, sharding: str, rows: int, device: int = 0) -> BlockCost:
         return BlockCost(rows, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
