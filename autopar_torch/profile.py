@@ -287,14 +287,13 @@ class Lookup:
         own = self.profile.overheads
         return own[device if len(own) > 1 else 0]
 
-    def slowest(self, kind: str, sharding: str, rows: int) -> BlockCost:
+    def slowest(self, kind: str, sharding: str, rows: int, classes: Iterable[int]) -> BlockCost:
         """On the class of devices that is the slowest at it: with equal shares all wait for it."""
-        count = len(self.profile.cluster.classes)
-        return max((self.cost(kind, sharding, rows, device) for device in range(count)),
+        return max((self.cost(kind, sharding, rows, device) for device in classes),
                    key=lambda cost: cost.forward_s + cost.backward_s)
 
-    def slowest_overheads(self) -> Overheads:
-        return max(self.profile.overheads, key=lambda own: own.update_s_per_byte)
+    def slowest_overheads(self, classes: Iterable[int]) -> Overheads:
+        return max(map(self.overheads, classes), key=lambda own: own.update_s_per_byte)
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         group = self.profile.cluster.place(ranks)

@@ -97,18 +97,21 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
 
 def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
            limits: Constraints | None = None, *, exhaustive: bool = False,
-           time_limit_s: float = 0.0, kept: int = KEPT) -> Result:
-    """The fastest plan that fits; with `exhaustive` by looking at every one."""
+           time_limit_s: float = 0.0, kept: int = KEPT,
+           devices: Sequence[int] | None = None) -> Result:
+    """The fastest plan of equal replicas that fits; with `exhaustive` by looking at every one.
+    It uses all devices, or all of those that are given."""
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
-    tables = Tables(options, graph, profile, limits.precision, limits.grad_dtype)
-    found = candidates(options, graph, cluster.num_devices, num_rows, limits)
+    tables = Tables(options, graph, profile, limits.precision, limits.grad_dtype, devices)
+    num_devices = len(tables.devices)
+    found = candidates(options, graph, num_devices, num_rows, limits)
     if not found:
         raise SearchError(
-            f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
+            f"no plan for {num_devices} devices and {num_rows} rows meets the constraints",
             where="constraints", fix="leave tp, pp, dp, zero, schedule or num_micro_batches open",
         )
-    capacity_bytes = limits.capacity_bytes(cluster)
+    capacity_bytes = limits.capacity_bytes(cluster, devices)
     hunt = _Hunt(tables, found, num_rows, capacity_bytes / SAFETY, kept, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
     if not hunt.best:
@@ -116,7 +119,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     choices = tuple(
         Choice(as_plan(f.candidate, f.borders, options, limits.precision,
                        bucket_bytes=tables.bucket_bytes(f.candidate),
-                       grad_dtype=limits.grad_dtype), f.step_s, f.memory_bytes)
+                       grad_dtype=limits.grad_dtype, devices=devices),
+               f.step_s, f.memory_bytes)
         for f in hunt.best
     )
     return Result(choices, len(found), dict(hunt.discarded), hunt.priced, hunt.gap,

@@ -154,7 +154,7 @@ class Bounded:
         """Program x candidate: the least seconds of adding gradients and of waiting for their sums
         (see `Pricer`)."""
         tables, many = self.tables, (self.count - 1) / self.count
-        add = tables.profile.slowest_overheads().add_s_per_byte
+        add = tables.overheads.add_s_per_byte
         adding = add * self._per_option(lambda o: tables.least(o, tables.params(o).trained))
         saved = np.minimum(self.costs[ADDED], 0.0) * (self.count > 1)  # by all but the first
         once = np.where(self.zero == 3, 1.0, many)
@@ -167,7 +167,7 @@ class Bounded:
         # here ZeRO 1 and 2 do the same
         first, which = self._by(self.option, self.dp, self.zero - (self.zero >= 2))
         tables, found = self.tables, np.zeros(len(first))
-        over = tables.profile.slowest_overheads()
+        over = tables.overheads
         for row, i in enumerate(first):
             c = self.found[i]
             params, world = tables.params(c.option), tables.options[c.option].degree * c.pp * c.dp
@@ -197,7 +197,7 @@ class Bounded:
         mean, own, grads = self.held[:, chosen]
         kept, working = self.costs[KEPT][own_program], self.costs[WORKING][own_program]
         count, p = self.counts[own_program], self.pp[chosen]
-        fixed = self.tables.profile.slowest_overheads().fixed_bytes
+        fixed = self.tables.overheads.fixed_bytes
         free_bytes = np.maximum(0.0, self.capacity_bytes - fixed - working)
         each = own + np.where(self.count[chosen] > 1, grads, 0.0)
         grows = kept / self.virtual[chosen]

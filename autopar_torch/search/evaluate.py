@@ -58,7 +58,7 @@ class Pricer:
         option, c = tables.options[candidate.option], candidate
         self.tp = option.degree
         self.rows = c.rows(num_rows)
-        self.over = tables.profile.slowest_overheads()
+        self.over = tables.overheads
         self.params = tables.params(c.option)
         self.bucket = tables.bucket_bytes(c)
         self.op = "scatter" if c.zero else "sum"
@@ -248,7 +248,7 @@ def summing(tables: Tables, c: Candidate) -> Array:
     if c.zero < 2 or c.dp == 1:
         return np.zeros(len(each))
     curve = tables.curve("scatter", 0, c.pp * tables.options[c.option].degree, c.dp)
-    over, most = tables.profile.slowest_overheads(), tables.bucket_bytes(c)
+    over, most = tables.overheads, tables.bucket_bytes(c)
     byte_s = over.packing("scatter")
     known = {sizes: sum(curve.seconds(size) + size * byte_s
                         for _, size in buckets([sizes], most, True)) for sizes in set(each)}
@@ -261,7 +261,7 @@ def gathering(tables: Tables, c: Candidate) -> Array:
     if c.zero < 3 or c.dp == 1:
         return np.zeros(len(leaf))
     curve = tables.curve("gather", 0, c.pp * tables.options[c.option].degree, c.dp)
-    over = tables.profile.slowest_overheads()
+    over = tables.overheads
     known = {size: curve.seconds(size) + size * over.fill_s_per_byte if size else 0.0
              for size in set(leaf.tolist())}
     return np.array([known[size] for size in leaf.tolist()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple, overload
 
 import numpy as np
@@ -60,9 +60,11 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     # "local": ops that look at the whole batch may look at the rows of a replica and micro-batch.
     batch_statistics: Literal["global", "local"] = "global"
 
-    def capacity_bytes(self, cluster: Cluster) -> int:
-        """Bytes that a plan may take on every device."""
-        return self.memory_bytes or min(device.memory_bytes for device in cluster.devices)
+    def capacity_bytes(self, cluster: Cluster, devices: Iterable[int] | None = None) -> int:
+        """Bytes that a plan may take on each of these devices, else on every one."""
+        known = cluster.devices
+        found = known if devices is None else [known[rank] for rank in devices]
+        return self.memory_bytes or min(device.memory_bytes for device in found)
 
 
 class Candidate(NamedTuple):
@@ -193,15 +195,17 @@ def _allows(pinned: object, value: object) -> bool:
 def as_plan(candidate: Candidate, borders: Sequence[int], options: Sequence[Option],
             precision: Precision = "float32", reason: str = "found by search",
             bucket_bytes: int = BUCKET_BYTES,
-            grad_dtype: Precision = "float32") -> Plan:
+            grad_dtype: Precision = "float32",
+            devices: Sequence[int] | None = None) -> Plan:
     """The candidate written out: devices of a tensor group are neighbours, then stages."""
+    ranks = devices or range(candidate.pp * candidate.dp * options[candidate.option].degree)
     option = options[candidate.option]
     tp, pp = option.degree, candidate.pp
     table, numbers = _numbered(option)
 
     def stage(replica: int, s: int) -> Stage:
         start = (replica * pp + s % pp) * tp
-        return Stage(tuple(range(start, start + tp)), ranges[s], mesh, candidate.recompute, own[s])
+        return Stage(tuple(ranks[start : start + tp]), ranges[s], mesh, candidate.recompute, own[s])
 
     ranges = [(borders[s], borders[s + 1]) for s in range(candidate.stages())]
     own = [tuple(numbers[a:b]) if tp > 1 else None for a, b in ranges]

@@ -58,8 +58,12 @@ class Tables:
 
     def __init__(self, options: Sequence[Option], graph: ModelGraph, profile: Lookup,
                  precision: Precision = "float32",
-                 grad_dtype: Precision = "float32") -> None:
+                 grad_dtype: Precision = "float32",
+                 devices: Sequence[int] | None = None) -> None:
         self.options, self.graph, self.profile = options, graph, profile
+        self.devices = devices or range(self.cluster.num_devices)
+        self.classes = {self.cluster.class_of[device] for device in self.devices}
+        self.overheads = profile.slowest_overheads(self.classes)
         self.precision = precision
         self.half_grads = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
         self._columns: dict[tuple[int, int, bool], Array] = {}
@@ -82,8 +86,8 @@ class Tables:
         """The curve of ranks at equal distances."""
         key = (op, start, step, count)
         if key not in self._curves:
-            ranks = range(start, start + step * count, step)
-            self._curves[key] = self.profile.curve(op, ranks)
+            self._curves[key] = self.profile.curve(
+                op, self.devices[start : start + step * (count - 1) + 1 : step])
         return self._curves[key]
 
     def bucket_bytes(self, c: Candidate) -> int:
@@ -162,7 +166,7 @@ class Tables:
 
     def cost(self, kind: str, own: str, rows: int, recompute: bool) -> BlockCost:
         recompute = recompute and not self.graph.kinds[kind].mutates
-        return self.profile.slowest(kind, program_key(own, recompute), rows)
+        return self.profile.slowest(kind, program_key(own, recompute), rows, self.classes)
 
     def blocks(self, option: int, rows: int, recompute: bool) -> Blocks:
         key = (option, rows, recompute)
