@@ -86,8 +86,8 @@ class Tables:
         """The curve of ranks at equal distances."""
         key = (op, start, step, count)
         if key not in self._curves:
-            self._curves[key] = self.profile.curve(
-                op, self.devices[start : start + step * (count - 1) + 1 : step])
+            places = range(start, start + step * count, step)
+            self._curves[key] = self.profile.curve(op, [self.devices[k] for k in places])
         return self._curves[key]
 
     def bucket_bytes(self, c: Candidate) -> int:
