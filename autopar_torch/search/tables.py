@@ -66,8 +66,8 @@ class Tables:
         self.overheads = profile.slowest_overheads(self.classes)
         self.precision = precision
         self.half_grads = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
-        self._columns: dict[tuple[int, int, bool], Array] = {}
-        self._blocks: dict[tuple[int, int, bool], Blocks] = {}
+        self._columns: dict[tuple[int, int, bool, int | None], Array] = {}
+        self._blocks: dict[tuple[int, int, bool, int | None], Blocks] = {}
         self._params: dict[int, Params] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
@@ -98,10 +98,14 @@ class Tables:
         if c.dp == 1 or c.zero >= 2:
             return BUCKET_BYTES
         op = "scatter" if c.zero else "sum"
-        if self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp).core > BUSY:
+        curve = self.curve(op, 0, c.pp * self.options[c.option].degree, c.dp)
+        return self.bucket_size(curve, self.params(c.option).trained.sum() / c.pp)
+
+    def bucket_size(self, curve: Curve, trained_bytes: float) -> int:
+        """Of a bucket of gradients of so many bytes that are summed so."""
+        if curve.core > BUSY:
             return BUCKET_BYTES
-        quarter = self.params(c.option).trained.sum() / c.pp / 4
-        return int(min(max(quarter, SMALL_BYTES), BUCKET_BYTES))
+        return int(min(max(trained_bytes / 4, SMALL_BYTES), BUCKET_BYTES))
 
     def message(self, option: int, rows: int, curve: Curve) -> Array:
         """Per border: seconds of its message over such a line, and of the gradients back."""
@@ -154,22 +158,26 @@ class Tables:
         order, starts = self._sorted[option]
         return np.minimum.reduceat(values[order], starts)
 
-    def columns(self, option: int, rows: int, recompute: bool) -> Array:
-        """Per program of an option: the fields of `Blocks`."""
-        key = (option, rows, recompute)
+    def columns(self, option: int, rows: int, recompute: bool,
+                device: int | None = None) -> Array:
+        """Per program of an option: the fields of `Blocks`, on the slowest class or on one."""
+        key = (option, rows, recompute, device)
         if key not in self._columns:
             self._columns[key] = np.array([
-                _column(self.cost(*program, rows, recompute))
+                _column(self.cost(*program, rows, recompute, device))
                 for program in self.programs[option][0]
             ])
         return self._columns[key]
 
-    def cost(self, kind: str, own: str, rows: int, recompute: bool) -> BlockCost:
-        recompute = recompute and not self.graph.kinds[kind].mutates
-        return self.profile.slowest(kind, program_key(own, recompute), rows, self.classes)
+    def cost(self, kind: str, own: str, rows: int, recompute: bool,
+             device: int | None = None) -> BlockCost:
+        key = program_key(own, recompute and not self.graph.kinds[kind].mutates)
+        classes = self.classes if device is None else (device,)
+        return self.profile.slowest(kind, key, rows, classes)
 
-    def blocks(self, option: int, rows: int, recompute: bool) -> Blocks:
-        key = (option, rows, recompute)
+    def blocks(self, option: int, rows: int, recompute: bool,
+               device: int | None = None) -> Blocks:
+        key = (option, rows, recompute, device)
         if key not in self._blocks:
             self._blocks[key] = Blocks(*self.columns(*key).T[:, self.programs[option][1]])
         return self._blocks[key]
