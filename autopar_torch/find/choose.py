@@ -20,8 +20,9 @@ from ..errors import FileError
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
-from ..search.best import KEPT, SAFETY, Choice, Result, search, varied
+from ..search.best import KEPT, SAFETY, Choice, Result, varied
 from ..search.space import Constraints
+from ..search.unequal import fastest
 from ..simulate import simulate
 from ..simulate.network import lookup
 from ..trace import Traced
@@ -68,18 +69,20 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     Where nothing was measured, the engine would only repeat the walk. The engine may predict more
     bytes than the search: if no plan fits then, the search is repeated with less memory.
     """
-    num_kept = kept if known.profile.assumed else max(kept, MOST_KEPT)
-    result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=num_kept)
+    equal = len(known.profile.cluster.classes) == 1
+    num_kept = max(kept, MOST_KEPT) if equal and not known.profile.assumed else kept
+    result = fastest(graph, known.options, lookup(known.profile), num_rows, limits, num_kept)
     choices = list(result.choices)
     if not known.profile.assumed:
         choices = _simulated(varied(choices, kept), graph, known.profile, num_rows)
+    if equal and not known.profile.assumed:
         capacity_bytes = limits.capacity_bytes(known.profile.cluster)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
         if least > capacity_bytes:
             less = replace(limits, memory_bytes=int(capacity_bytes * capacity_bytes / least))
             return best(graph, known, num_rows, less, kept)
         choices = [choice for choice in choices if SAFETY * choice.memory_bytes <= capacity_bytes]
-        choices.sort(key=lambda c: c.step_s)
+    choices.sort(key=lambda c: c.step_s)
     first, *others = choices[:kept]
     reason = f"fastest of {result.considered} candidates"
     named = replace(first, plan=replace(first.plan, reason=reason))

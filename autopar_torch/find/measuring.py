@@ -25,8 +25,8 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import QUICK_S, BlockNeed, CurveNeed, Lookup, Profile, few, program_key
 from ..run.world import World
-from ..search.best import search
 from ..search.space import Candidate, Constraints, Option, candidates
+from ..search.unequal import fastest
 from ..shard.price import Prices
 from ..simulate.network import lookup
 from ..simulate.to_measure import needs_of
@@ -84,7 +84,7 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
         return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
-    blocks, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world)
+    blocks, curves = _needs(traced, found, ways_known, cluster, call.num_rows, world, limits)
     session = session_on(cluster, blocks, curves, traced, call, tensors, buffers, world, device,
                          quick=seconds <= QUICK_S)
     session.round()
@@ -127,8 +127,7 @@ def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_r
     close: list[Plan] = []
     if world.rank == 0:
         try:
-            found = search(graph, options, lookup(profile), num_rows, limits,
-                           kept=MOST_KEPT)
+            found = fastest(graph, options, lookup(profile), num_rows, limits, MOST_KEPT)
             most_s = found.best.step_s * factor
             close = [c.plan for c in found.choices if c.step_s <= most_s]
         except AutoparError as error:  # the search that follows says so
@@ -165,9 +164,10 @@ def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows:
 
 
 def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
-           num_rows: int, world: World) -> Needs:
+           num_rows: int, world: World, limits: Constraints) -> Needs:
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
     plans = ways.probes(found, options, len(traced.graph.blocks))
+    plans += ways.unequal_probes(options, len(traced.graph.blocks), cluster, num_rows, limits)
     blocks, curves = _asked(plans, traced.graph, cluster, num_rows, world)
     wanted: dict[tuple[int, bool], set[int]] = {}
     for c in found:

@@ -14,12 +14,13 @@ from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Profile
 from ..simulate.network import lookup
-from .best import Choice, Result, search
+from .best import Choice, Result
 from .evaluate import Pricer
 from .explain import short
 from .out_of_memory import GIB, memory_parts
 from .space import Candidate, Constraints, Option
 from .tables import Tables
+from .unequal import fastest
 
 MAY_BE_0 = ("zero", "recompute")
 
@@ -37,8 +38,8 @@ class Case:
     def best(self, num_rows: int = 0, profile: Profile | None = None, **limits: Any) -> Result:
         """The same search with something changed."""
         changed = msgspec.structs.replace(self.limits, **limits)
-        return search(self.graph, self.options, lookup(profile or self.profile),
-                      num_rows or self.num_rows, changed)
+        return fastest(self.graph, self.options, lookup(profile or self.profile),
+                       num_rows or self.num_rows, changed)
 
     def pricer(self, plan: Plan) -> tuple[Pricer, tuple[int, ...]]:
         tables = Tables(self.options, self.graph, lookup(self.profile), plan.precision,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..cluster import Cluster
-from .space import Option
+from ..plan import Plan, Replica, ScheduleName, Sharding, Stage
+from .space import Constraints, Option
 
 
 class Group(NamedTuple):
@@ -24,18 +26,26 @@ Shape = tuple[Lineup, ...]  # all replicas; their order says nothing
 Places = tuple[tuple[tuple[int, ...], ...], ...]  # replica, position: its devices
 
 
+class Sharing(NamedTuple):
+    """How the batch is shared out: micro-batches of each replica, and the rows of one of each."""
+
+    number: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
 class Shapes:
     """All that so many devices of each class can make; nobody must use every device."""
 
-    def __init__(self, cluster: Cluster, groups: Sequence[Group], most_stages: int,
-                 num_rows: int) -> None:
-        self.cluster, self.groups = cluster, groups
-        self.most_stages, self.num_rows = most_stages, num_rows
-        self.counts = Counter(cluster.class_of)
+    def __init__(self, cluster: Cluster, groups: Sequence[Group], num_blocks: int, num_rows: int,
+                 limits: Constraints) -> None:
+        self.groups, self.limits, self.counts = groups, limits, Counter(cluster.class_of)
+        self.most_stages = min(num_blocks, limits.pp or cluster.num_devices)
+        self.most_replicas = min(num_rows, limits.dp or cluster.num_devices)
 
     @cached_property
     def lineups(self) -> list[Lineup]:
-        return sorted(self._longer((), self.counts))
+        return sorted(lineup for lineup in self._longer((), self.counts)
+                      if self.limits.pp in (None, len(lineup)))
 
     def _longer(self, begun: Lineup, left: Mapping[int, int]) -> Iterator[Lineup]:
         for group in self.groups if len(begun) < self.most_stages else ():
@@ -45,11 +55,12 @@ class Shapes:
                 yield from self._longer(longer, _without(left, group))
 
     def __iter__(self) -> Iterator[Shape]:
-        return self._more((), 0, self.counts)
+        return (shape for shape in self._more((), 0, self.counts)
+                if self.limits.dp in (None, len(shape)))
 
     def _more(self, begun: Shape, first: int, left: Mapping[int, int]) -> Iterator[Shape]:
         """Shapes that begin so; lineups come in order, so that each set of them comes once."""
-        for index in range(first, len(self.lineups)) if len(begun) < self.num_rows else ():
+        for index in range(first, len(self.lineups)) if len(begun) < self.most_replicas else ():
             lineup, rest = self.lineups[index], dict(left)
             for group in lineup:
                 rest[group.device] -= group.degree
@@ -62,15 +73,16 @@ def _without(left: Mapping[int, int], group: Group) -> dict[int, int]:
     return {**left, group.device: left[group.device] - group.degree}
 
 
-def groups_of(cluster: Cluster, options: Sequence[Option],
-              known: Mapping[tuple[int, int], bool]) -> list[Group]:
-    """Tensor groups inside a node, on classes where their programs were measured."""
+def groups_of(cluster: Cluster, options: Sequence[Option], limits: Constraints,
+              known: Callable[[int, int], bool]) -> list[Group]:
+    """Tensor groups inside a node, of the classes and options that are known."""
     most: Counter[int] = Counter()
     for node, device in Counter(zip(cluster.node_of, cluster.class_of, strict=True)).items():
         most[node[1]] = max(most[node[1]], device)
     return [Group(device, index, option.degree)
             for device in range(len(cluster.classes)) for index, option in enumerate(options)
-            if option.degree <= most[device] and known[device, index]]
+            if option.degree <= most[device] and limits.tp in (None, option.degree)
+            and known(device, index)]
 
 
 def placed(shape: Shape, cluster: Cluster) -> Places | None:
@@ -91,3 +103,27 @@ def placed(shape: Shape, cluster: Cluster) -> Places | None:
         found[r, p] = tuple(room[: group.degree])
         del room[: group.degree]
     return tuple(tuple(found[r, p] for p in range(len(lineup))) for r, lineup in enumerate(shape))
+
+
+def as_unequal_plan(shape: Shape, places: Places, cuts: Sequence[Sequence[int]], sharing: Sharing,
+                    options: Sequence[Option], limits: Constraints, schedule: ScheduleName,
+                    zero: int, bucket_bytes: int) -> Plan:
+    """A shape written out, with the borders of each replica."""
+    table: list[Sharding] = []
+    equal = len(set(sharing.rows)) == 1
+
+    def stage(group: Group, devices: tuple[int, ...], blocks: tuple[int, int]) -> Stage:
+        option, numbers = options[group.option], []
+        for sharding in option.shardings[slice(*blocks)] if group.degree > 1 else ():
+            if sharding is not None and sharding not in table:
+                table.append(sharding)
+            numbers.append(-1 if sharding is None else table.index(sharding))
+        return Stage(devices, blocks, option.mesh if group.degree > 1 else (),
+                     bool(limits.recompute), tuple(numbers) if numbers else None)
+
+    replicas = tuple(
+        Replica(tuple(map(stage, lineup, devices, pairwise(cut))), count,
+                None if equal else count * rows)
+        for lineup, devices, cut, count, rows in zip(shape, places, cuts, *sharing, strict=True))
+    return Plan(replicas, schedule, zero, limits.precision, tuple(table), "found by search",
+                bucket_bytes, limits.grad_dtype)

@@ -20,25 +20,27 @@ from msgspec.structs import replace
 
 from ..errors import SearchError
 from ..model import ModelGraph
-from ..plan import MOST_MICRO_BATCHES, Plan, Replica, ScheduleName, Sharding, Stage
+from ..plan import BUCKET_BYTES, MOST_MICRO_BATCHES, Plan, ScheduleName, Stage
 from ..profile import Lookup, program_key
 from ..simulate import simulate
 from .best import KEPT, SAFETY, Choice, Result, search
 from .bounds import ROUNDING
 from .lineups import Bounds
-from .shapes import Group, Lineup, Places, Shape, Shapes, groups_of, placed
+from .shapes import (
+    Lineup,
+    Places,
+    Shape,
+    Shapes,
+    Sharing,
+    as_unequal_plan,
+    groups_of,
+    placed,
+)
 from .space import Constraints, Option, divisors
 from .tables import Array, Tables
 
 MOST_JOINT = 4096  # cuts of all replicas together that are looked at for one sharing
 MOST_TEAMS = 16  # teams of one stage that its sums are bounded by
-
-
-class Sharing(NamedTuple):
-    """How the batch is shared out: micro-batches of each replica, and the rows of one of each."""
-
-    number: tuple[int, ...]
-    rows: tuple[int, ...]
 
 
 class Family(NamedTuple):
@@ -66,6 +68,14 @@ class Leaf(NamedTuple):
     schedule: ScheduleName
     cuts: tuple[int, ...]  # of each replica, by number
     walked: bool = False  # whether its bound is that of `_walked_s`
+
+
+def fastest(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
+            limits: Constraints, kept: int = KEPT) -> Result:
+    """The fastest plans: of equal replicas where all devices are equal, else of any."""
+    equal = len(profile.profile.cluster.classes) == 1
+    return (search if equal else search_unequal)(graph, options, profile, num_rows, limits,
+                                                 kept=kept)
 
 
 def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
@@ -156,22 +166,14 @@ class _Hunt:
     # --- shapes and their shares ----------------------------------------------------------------
 
     def _shapes(self) -> Iterator[Shape]:
-        limits = self.limits
-        groups = [group for group in groups_of(self.cluster, self.options, self._measured())
-                  if limits.tp in (None, group.degree)]
-        most = min(len(self.graph.blocks), limits.pp or self.cluster.num_devices)
-        for shape in Shapes(self.cluster, groups, most, self.num_rows):
-            if limits.dp in (None, len(shape)) and (
-                    limits.pp is None or {limits.pp} == {len(lineup) for lineup in shape}):
-                yield shape
+        groups = groups_of(self.cluster, self.options, self.limits, self._measured)
+        yield from Shapes(self.cluster, groups, len(self.graph.blocks), self.num_rows, self.limits)
 
-    def _measured(self) -> dict[tuple[int, int], bool]:
-        """(class, option) -> whether all its programs were measured."""
+    def _measured(self, device: int, option: int) -> bool:
+        """Whether all programs were measured on a class."""
         recompute = bool(self.limits.recompute)
-        return {(device, option): all((kind, program_key(key, recompute), device)
-                                      in self.profile.costs for kind, key in programs)
-                for device in range(len(self.cluster.classes))
-                for option, (programs, _) in enumerate(self.tables.programs)}
+        return all((kind, program_key(key, recompute), device) in self.profile.costs
+                   for kind, key in self.tables.programs[option][0])
 
     def _families(self, shape: Shape) -> Iterator[Family]:
         places, dp, rows = placed(shape, self.cluster), len(shape), self.num_rows
@@ -367,42 +369,21 @@ class _Hunt:
             self.best = sorted(self.best, key=lambda entry: entry[:2])[: self.kept]
 
     def _plan(self, leaf: Leaf) -> Plan:
-        table: list[Sharding] = []
-        weighs = [rows * count for rows, count in zip(leaf.sharing.rows, leaf.sharing.number,
-                                                      strict=True)]
-        equal = len(set(leaf.sharing.rows)) == 1
-        replicas = tuple(
-            Replica(tuple(self._stage(group, devices, (a, b), table) for group, devices, (a, b)
-                          in zip(lineup, places, itertools.pairwise(
-                              self.bounds.of(lineup).cuts[cut].tolist()), strict=True)),
-                    count, None if equal else weigh)
-            for lineup, places, cut, count, weigh in zip(
-                leaf.family.shape, leaf.family.places, leaf.cuts, leaf.sharing.number, weighs,
-                strict=True))
-        plan = Plan(replicas, leaf.schedule, leaf.zero, self.limits.precision, tuple(table),
-                    "found by search", grad_dtype=self.limits.grad_dtype)
-        return replace(plan, bucket_bytes=self._bucket_bytes(leaf, plan))
+        shape, places = leaf.family.shape, leaf.family.places
+        cuts = [self.bounds.of(lineup).cuts[k].tolist()
+                for lineup, k in zip(shape, leaf.cuts, strict=True)]
+        return as_unequal_plan(shape, places, cuts, leaf.sharing, self.options, self.limits,
+                               leaf.schedule, leaf.zero, self._bucket_bytes(leaf))
 
-    def _stage(self, group: Group, devices: tuple[int, ...], blocks: tuple[int, int],
-               table: list[Sharding]) -> Stage:
-        option, numbers = self.options[group.option], []
-        for sharding in option.shardings[slice(*blocks)] if group.degree > 1 else ():
-            if sharding is not None and sharding not in table:
-                table.append(sharding)
-            numbers.append(-1 if sharding is None else table.index(sharding))
-        return Stage(devices, blocks, option.mesh if group.degree > 1 else (),
-                     bool(self.limits.recompute), tuple(numbers) if numbers else None)
-
-    def _bucket_bytes(self, leaf: Leaf, plan: Plan) -> int:
+    def _bucket_bytes(self, leaf: Leaf) -> int:
         """As for equal replicas: small where sending leaves the core free."""
         shape = leaf.family.shape
         if len(shape) == 1 or leaf.zero >= 2:
-            return plan.bucket_bytes
+            return BUCKET_BYTES
         team = sorted(replica[0][0] for replica in leaf.family.places)
         curve = self.profile.curve("scatter" if leaf.zero else "sum", team)
-        stages = max(map(len, shape))
         whole = float(self.tables.params(shape[0][0].option).trained.sum())
-        return self.tables.bucket_size(curve, whole / stages)
+        return self.tables.bucket_size(curve, whole / max(map(len, shape)))
 
 
 def _compositions(units: int, caps: Sequence[int], shape: Shape,
