@@ -142,7 +142,8 @@ def unequal_probes(options: Sequence[Option], num_blocks: int, cluster: Cluster,
         return []
     groups = groups_of(cluster, options, limits, lambda *_: True)
     zeros = [zero for zero in (0, 1, 3) if limits.zero in (None, zero)]
-    found, seen = [], set()
+    found: list[Plan] = []
+    seen: set[tuple[str, str]] = set()
     for shape in Shapes(cluster, groups, num_blocks, num_rows, limits):
         places = placed(shape, cluster)
         uses = _uses(places, cluster) if places else set()

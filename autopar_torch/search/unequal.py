@@ -26,7 +26,9 @@ from ..simulate import simulate
 from .best import KEPT, SAFETY, Choice, Result, search
 from .bounds import ROUNDING
 from .lineups import Bounds
+from .many import Pool, Shared, pools
 from .shapes import (
+    Group,
     Lineup,
     Places,
     Shape,
@@ -40,6 +42,9 @@ from .space import Constraints, Option, divisors
 from .tables import Array, Tables
 
 MOST_JOINT = 4096  # cuts of all replicas together that are looked at for one sharing
+FEW = 4  # devices: all their shapes are looked at
+MOST_POOLS = 8  # of many devices: how many the engine prices
+MOST_REFINED = 48  # and of how many the kinds of pipelines are worked out
 MOST_TEAMS = 16  # teams of one stage that its sums are bounded by
 
 
@@ -107,11 +112,17 @@ class _Hunt:
         self._replica_s, self._messages = cache(self._of_replica), cache(self._of_messages)
 
     def result(self) -> Result:
-        self._even()
-        for shape in self._shapes():
-            for family in self._families(shape):
-                self._push(self._least(family), family)
-        self._run()
+        groups = groups_of(self.cluster, self.options, self.limits, self._measured)
+        few = self.cluster.num_devices <= FEW
+        self._even(few)
+        if few:
+            for shape in Shapes(self.cluster, groups, len(self.graph.blocks), self.num_rows,
+                                self.limits):
+                for family in self._families(shape):
+                    self._push(self._least(family), family)
+            self._run()
+        else:
+            self._many(groups)
         if not self.best:
             raise self.nothing or SearchError(
                 f"no plan for {self.cluster.num_devices} devices and {self.num_rows} rows meets "
@@ -146,28 +157,72 @@ class _Hunt:
 
     # --- plans of equal replicas ----------------------------------------------------------------
 
-    def _even(self) -> None:
-        """On all devices of every set of classes, each as the slowest of them."""
+    def _even(self, few: bool) -> None:
+        """On all devices of every set of classes, each as the slowest of them. With many devices
+        the engine prices only the best of each set."""
         class_of, count = self.cluster.class_of, len(self.cluster.classes)
         for size in range(1, count + 1):
             for chosen in itertools.combinations(range(count), size):
                 devices = [rank for rank, k in enumerate(class_of) if k in chosen]
                 try:
                     found = search(self.graph, self.options, self.profile, self.num_rows,
-                                   self.limits, kept=self.kept, devices=devices)
+                                   self.limits, kept=self.kept if few else 1, devices=devices)
                 except SearchError as error:
                     self.nothing = error
                     continue
                 self.seen["considered"] += found.considered
                 self.discarded.update(found.discarded)
                 for choice in found.choices:
-                    self._offer(choice.plan)
+                    if size == 1 and self.profile.profile.assumed:
+                        self._keep(choice)
+                    else:
+                        self._offer(choice.plan)
+
+    # --- many devices ---------------------------------------------------------------------------
+
+    def _many(self, groups: Sequence[Group]) -> None:
+        """Pools by their bounds: whole pipelines of each, until no bound is below the best plan."""
+        limits, rows = self.limits, self.num_rows
+        pinned = [limits.recompute] if limits.recompute is not None else [False, True]
+        zeros = [zero for zero in (0, 1, 2, 3) if limits.zero in (None, zero)]
+        queue: list[tuple[float, int, Pool, Shared | None, bool]] = [
+            (pool.ideal_s(rows // pool.rows), next(self.serial), pool, None, True)
+            for pool in pools(self.tables, groups, self.room_bytes, divisors(rows), zeros, pinned)]
+        heapq.heapify(queue)
+        self.seen["considered"] += len(queue)
+        bounds, tried, refined = [np.inf], 0, 0
+        while queue and tried < MOST_POOLS and queue[0][0] < self._first_s():
+            bound, number, pool, shared, rough = heapq.heappop(queue)
+            if shared is not None:
+                tried += 1
+                self._written(shared, pool.zero)
+            elif rough and refined == MOST_REFINED:
+                bounds.append(bound)
+            elif rough:
+                refined += 1
+                heapq.heappush(queue, (pool.least_s(rows // pool.rows), number, pool, None, False))
+            else:
+                bounds.append(pool.least_s(rows // pool.rows))
+                if (shared := pool.shared(rows // pool.rows)) is not None:
+                    heapq.heappush(queue, (shared.seconds, number, pool, shared, False))
+        bounds += [bound for bound, _, _, shared, _ in queue if shared is None]
+        if self.best:
+            self.gap = max(0.0, 1 - min(bounds) / self._first_s())
+
+    def _first_s(self) -> float:
+        return self.best[0][0] if self.best else np.inf
+
+    def _written(self, shared: Shared, zero: int) -> None:
+        """Offer the plans of a shape whose cuts and shares are known."""
+        _, shape, cuts, sharing = shared
+        places = placed(shape, self.cluster)
+        if places is None or (zero and len(shape) == 1):
+            return
+        for schedule in self._schedules(shape, max(sharing.number)):
+            self._offer(as_unequal_plan(shape, places, cuts, sharing, self.options, self.limits,
+                                        schedule, zero, BUCKET_BYTES))
 
     # --- shapes and their shares ----------------------------------------------------------------
-
-    def _shapes(self) -> Iterator[Shape]:
-        groups = groups_of(self.cluster, self.options, self.limits, self._measured)
-        yield from Shapes(self.cluster, groups, len(self.graph.blocks), self.num_rows, self.limits)
 
     def _measured(self, device: int, option: int) -> bool:
         """Whether all programs were measured on a class."""
@@ -363,10 +418,11 @@ class _Hunt:
             else:
                 self.discarded["memory"] += 1
             return
-        if timeline.step_s < self._limit():
-            choice = Choice(plan, timeline.step_s, max(peaks.values()))
-            self.best.append((timeline.step_s, next(self.serial), choice))
-            self.best = sorted(self.best, key=lambda entry: entry[:2])[: self.kept]
+        self._keep(Choice(plan, timeline.step_s, max(peaks.values())))
+
+    def _keep(self, choice: Choice) -> None:
+        self.best.append((choice.step_s, next(self.serial), choice))
+        self.best = sorted(self.best, key=lambda entry: entry[:2])[: self.kept]
 
     def _plan(self, leaf: Leaf) -> Plan:
         shape, places = leaf.family.shape, leaf.family.places

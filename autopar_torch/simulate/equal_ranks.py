@@ -10,17 +10,26 @@ Representatives = dict[int, int]  # rank -> the first rank that does the same at
 
 
 def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representatives:
-    """If replicas are equal and lie on equal nodes: the first rank of each stage of the first one.
+    """Of replicas that are equal, lie alike on nodes and take as many rows: the first rank of each
+    stage of the first one.
 
     Only with datasheets, whose devices share nothing and never change. Otherwise every rank is its
     own representative. If ZeRO cuts a parameter unevenly, a representative has the largest piece.
     """
-    if not (_apart(profile) and _equal(plan, profile.cluster, num_rows)):
+    if not (_apart(profile) and _in_turn(plan, profile.cluster)):
         return {rank: rank for rank in plan.devices}
-    first = plan.replicas[0]
-    return {rank: ahead.devices[0] for replica in plan.replicas
-            for stage, ahead in zip(replica.stages, first.stages, strict=True)
-            for rank in stage.devices}
+    leaders: dict[object, Replica] = {}
+    found: Representatives = {}
+    for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
+        rows = tuple(end - start for start, end in spans)
+        first = leaders.setdefault((_shape(replica, profile.cluster), rows), replica)
+        if any(s.devices[0] < ahead.devices[0]
+               for s, ahead in zip(replica.stages, first.stages, strict=True)):
+            return {rank: rank for rank in plan.devices}
+        found |= {rank: ahead.devices[0] for stage, ahead in zip(replica.stages, first.stages,
+                                                                 strict=True)
+                  for rank in stage.devices}
+    return found
 
 
 def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:
@@ -38,25 +47,17 @@ def _apart(profile: Profile) -> bool:
     return not measured and not changes and len(set(cores)) == len(cores)
 
 
-def _equal(plan: Plan, cluster: Cluster, num_rows: int) -> bool:
-    """Whether replicas are equal and lie alike on nodes, and stages are equal groups of devices of
-    one node each, one rank after the other. With ZeRO, groups of two axes are not equal: their
-    places gather in different orders."""
-    shapes = {_shape(replica, cluster) for replica in plan.replicas}
-    rows = {tuple(end - start for start, end in spans) for spans in plan.micro_batches(num_rows)}
-    groups = [stage.devices for replica in plan.replicas for stage in replica.stages]
-    sizes = {(len(group), len({cluster.node_of[rank] for rank in group})) for group in groups}
-    same = len(shapes) == len(rows) == len(sizes) == 1 and max(sizes)[1] == 1
+def _in_turn(plan: Plan, cluster: Cluster) -> bool:
+    """Whether every stage is a group of one node, one rank after the other, and all stages of a
+    replica have as many. With ZeRO, groups of two axes are not equal: their places gather in
+    different orders."""
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    groups = {stage.devices for stage in stages}
+    alike = all(len({len(s.devices) for s in replica.stages}) == 1 for replica in plan.replicas)
+    inside = all(cluster.node_of[group[0]] == cluster.node_of[group[-1]] for group in groups)
     in_turn = all(group == tuple(range(group[0], group[0] + len(group))) for group in groups)
-    crossing = plan.zero and any(len(s.axes) > 1 for r in plan.replicas for s in r.stages)
-    return same and in_turn and not crossing and _first(plan)
-
-
-def _first(plan: Plan) -> bool:
-    """Whether the first replica has the smallest ranks of every stage, so that its rank is the
-    first of its team."""
-    pairs = (zip(replica.stages, plan.replicas[0].stages, strict=True) for replica in plan.replicas)
-    return all(ahead.devices[0] <= stage.devices[0] for pair in pairs for stage, ahead in pair)
+    crossing = plan.zero and any(len(stage.axes) > 1 for stage in stages)
+    return alike and inside and in_turn and not crossing
 
 
 def _shape(replica: Replica, cluster: Cluster) -> tuple[object, ...]:
