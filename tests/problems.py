@@ -59,6 +59,27 @@ def problem(seed: int) -> Problem:
     )  # type: ignore[arg-type]
 
 
+def unequal(seed: int, most: int = 4) -> Problem:
+    """The same on up to four devices of two or three classes, each on a node of its own."""
+    draw, given = random.Random(seed), problem(seed)
+    sizes = draw.choice([(1, 1), (1, 1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (2, 1, 1)])
+    sizes = sizes if sum(sizes) <= most else (1, 1)
+    nodes = tuple((Device(f"d{k}", 1e9, 1e9, draw.choice([10**9, 400_000, 200_000])),) * count
+                  for k, count in enumerate(sizes))
+    paces = [draw.choice([1.0, 1.4, 2.0, 3.0]) for _ in sizes]
+    cells = tuple(replace(cell, device=k, pieces=tuple(_slower(p, pace) for p in cell.pieces))
+                  for cell in given.profile.profile.cells for k, pace in enumerate(paces))
+    cluster = Cluster(nodes, Link(1e-4, draw.choice([1e6, 1e8])), Link(1e-3, 1e7))
+    found = replace(given.profile.profile, cluster=cluster, cells=cells, curves=())
+    return given._replace(profile=lookup(found), num_rows=draw.choice([2, 4]))
+
+
+def _slower(cost: BlockCost, pace: float) -> BlockCost:
+    return replace(cost, forward_s=cost.forward_s * pace, backward_s=cost.backward_s * pace,
+                   input_s=cost.input_s * pace, weight_s=cost.weight_s * pace,
+                   added_s=cost.added_s * pace)
+
+
 def unshared(seed: int) -> tuple[ModelGraph, list[Option], Lookup]:
     """Seven blocks with two weights each on four devices of one node, which share nothing."""
     draw = random.Random(seed)

@@ -1,9 +1,9 @@
 """Many unequal devices: which pipelines they make, and how many of each.
 
-A pipeline is a multiset of groups of one size. A dynamic program finds its best order and cut; a knapsack finds
-how many of each kind of pipeline do most micro-batches in a given time, and bisection the least
-time in which all are done. Messages and gradient sums are left out: what it finds is a bound, and
-the plans that come out of it are priced by the engine.
+A pipeline is a multiset of groups of one size. A dynamic program finds its best order and cut; a
+knapsack finds how many of each kind of pipeline do most micro-batches in a given time, and
+bisection the least time in which all are done. Messages and gradient sums are left out: what it
+finds is a bound, and the plans that come out of it are priced by the engine.
 """
 
 from __future__ import annotations

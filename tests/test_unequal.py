@@ -1,0 +1,161 @@
+"""Devices that differ: the search finds what brute force finds, and more of them never harm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autopar_torch.errors import SearchError
+from autopar_torch.plan import BUCKET_BYTES, Plan
+from autopar_torch.profile import Profile
+from autopar_torch.search.best import SAFETY, search
+from autopar_torch.search.shapes import Group, Lineup, Sharing, as_unequal_plan
+from autopar_torch.search.space import divisors
+from autopar_torch.search.unequal import search_unequal
+from autopar_torch.simulate import simulate
+from problems import Problem, unequal
+
+SOME = settings(deadline=None, max_examples=12)
+MANY = settings(deadline=None, max_examples=300)
+seeds = st.integers(0, 10**6)
+Ranks = tuple[int, ...]
+
+
+class Split(NamedTuple):
+    """Some of the devices in groups, these in replicas."""
+
+    shape: tuple[Lineup, ...]
+    places: tuple[tuple[Ranks, ...], ...]
+
+
+def parted(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to part items into sets."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], list(items[1:])
+    for parts in parted(rest):
+        yield [[first], *parts]
+        for i, part in enumerate(parts):
+            yield [*parts[:i], [first, *part], *parts[i + 1 :]]
+
+
+def splits(problem: Problem) -> Iterator[Split]:
+    """By devices, not by classes: sets of devices, in groups, in order, in replicas."""
+    cluster, degrees = problem.profile.profile.cluster, {o.degree: k for k, o in
+                                                          enumerate(problem.options)}
+    world = range(cluster.num_devices)
+    for used in itertools.chain.from_iterable(
+            itertools.combinations(world, n) for n in range(1, len(world) + 1)):
+        for groups in parted(used):
+            alike = all(len({cluster.class_of[r] for r in group}) == 1 for group in groups)
+            if not alike or any(len(group) not in degrees for group in groups):
+                continue
+            for replicas in parted(range(len(groups))):
+                orders = [list(itertools.permutations(replica)) for replica in replicas]
+                for order in itertools.product(*orders):
+                    yield Split(
+                        tuple(tuple(Group(cluster.class_of[groups[g][0]], degrees[len(groups[g])],
+                                          len(groups[g])) for g in one) for one in order),
+                        tuple(tuple(tuple(groups[g]) for g in one) for one in order))
+
+
+def sharings(count: int, num_rows: int) -> Iterator[Sharing]:
+    """Equal micro-batches in any numbers, or equal numbers of micro-batches of any rows."""
+    for total in divisors(num_rows):
+        for numbers in itertools.product(range(1, total + 1), repeat=count):
+            if sum(numbers) == total:
+                yield Sharing(numbers, (num_rows // total,) * count)
+        for rows in itertools.product(range(1, num_rows + 1), repeat=count):
+            if len(set(rows)) > 1 and sum(rows) * total == num_rows:
+                yield Sharing((total,) * count, rows)
+
+
+def every_plan(problem: Problem) -> Iterator[Plan]:
+    blocks, limits, seen = len(problem.graph.blocks), problem.limits, set()
+    for shape, places in splits(problem):
+        if shape in seen or len(shape) > problem.num_rows or max(map(len, shape)) > blocks:
+            continue
+        seen.add(shape)  # devices of a class are alike
+        cuts = [[(0, *inner, blocks)
+                 for inner in itertools.combinations(range(1, blocks), len(one) - 1)]
+                for one in shape]
+        zeros = [z for z in ((0, 1, 2, 3) if len(shape) > 1 else (0,)) if limits.zero in (None, z)]
+        for sharing in sharings(len(shape), problem.num_rows):
+            names = ["gpipe"] if max(map(len, shape)) > 1 else ["1f1b"]
+            names += ["1f1b", "zero_bubble"] if max(sharing.number) > 1 < max(map(len, shape)) \
+                else []
+            for cut, zero, name in itertools.product(itertools.product(*cuts), zeros, names):
+                yield as_unequal_plan(shape, places, cut, sharing, problem.options, limits,
+                                      name, zero, BUCKET_BYTES)  # type: ignore[arg-type]
+
+
+def priced(problem: Problem, plan: Plan) -> float:
+    """By the engine; infinite where it does not fit. What does not fit may recompute."""
+    profile: Profile = problem.profile.profile
+    timeline = simulate(plan, problem.graph, profile, problem.num_rows)
+    devices = profile.cluster.devices
+    over = {rank for rank, memory in zip(plan.devices, timeline.memory, strict=True)
+            if memory.peak_bytes * SAFETY > devices[rank].memory_bytes}
+    again = tuple(msgspec.structs.replace(r, stages=tuple(
+        msgspec.structs.replace(s, recompute=s.recompute or bool(over & {*s.devices}))
+        for s in r.stages)) for r in plan.replicas)
+    if not over:
+        return timeline.step_s
+    changed = msgspec.structs.replace(plan, replicas=again)
+    return priced(problem, changed) if changed != plan else float("inf")
+
+
+def brute_force_s(problem: Problem) -> float:
+    """The best of all unequal plans, and of all equal replicas on every set of classes."""
+    cluster, found = problem.profile.profile.cluster, [float("inf")]
+    found += [priced(problem, plan) for plan in every_plan(problem)]
+    classes = range(len(cluster.classes))
+    for chosen in itertools.chain.from_iterable(
+            itertools.combinations(classes, n) for n in range(1, len(classes) + 1)):
+        devices = [rank for rank, k in enumerate(cluster.class_of) if k in chosen]
+        try:
+            even = search(*problem[:4], problem.limits, exhaustive=True, kept=10**6,
+                          devices=devices)
+        except SearchError:
+            continue
+        found += [even.step_s if len(chosen) == 1 else priced(problem, c.plan)
+                  for c in even.choices]
+    return min(found)
+
+
+def found_s(problem: Problem) -> float:
+    try:
+        return search_unequal(*problem[:4], problem.limits).step_s
+    except SearchError:
+        return float("inf")
+
+
+def same_as_brute_force(seed: int, most: int) -> None:
+    given = unequal(seed, most)
+    blocks = given.graph.blocks[:4]
+    zero = seed % 4 if len(given.profile.profile.cluster.devices) > 2 else None
+    if len(blocks) == len(given.graph.blocks):
+        limits = msgspec.structs.replace(given.limits, zero=zero)
+        small = given._replace(limits=limits)
+        want, got = brute_force_s(small), found_s(small)
+        assert got <= want * (1 + 1e-9)
+
+
+@given(seeds)
+@SOME
+def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: int) -> None:
+    same_as_brute_force(seed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@given(seeds)
+@MANY
+def test_the_search_finds_what_brute_force_finds_on_many_problems(seed: int) -> None:
+    same_as_brute_force(seed, 3)
