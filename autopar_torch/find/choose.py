@@ -65,13 +65,14 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
          kept: int = KEPT) -> Result:
     """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured, the engine would only repeat the walk. The engine may predict more
+    Where nothing is shared, the engine would only repeat the walk. The engine may predict more
     bytes than the search: if no plan fits then, the search is repeated with less memory.
     """
-    num_kept = kept if known.profile.assumed else max(kept, MOST_KEPT)
+    shared = not known.profile.assumed or known.profile.cluster.shares
+    num_kept = max(kept, MOST_KEPT) if shared else kept
     result = search(graph, known.options, lookup(known.profile), num_rows, limits, kept=num_kept)
     choices = list(result.choices)
-    if not known.profile.assumed:
+    if shared:
         choices = _simulated(varied(choices, kept), graph, known.profile, num_rows)
         capacity_bytes = limits.capacity_bytes(known.profile.cluster)
         least = SAFETY * min(choice.memory_bytes for choice in choices)
