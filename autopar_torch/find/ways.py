@@ -69,14 +69,14 @@ def neighbours(cluster: Cluster, mesh: Sequence[int]) -> list[tuple[int, ...]]:
     """Tensor groups as equal plans place them, one after the other; of those that lie alike on
     nodes alike, the first."""
     size, starts = math.prod(mesh), cluster.start_of
-    alike = [cluster.class_of[start : start + len(node)]
-             for start, node in zip(starts, cluster.nodes, strict=True)]
-    found: dict[tuple[object, ...], tuple[int, ...]] = {}
+    kinds: dict[tuple[int, ...], int] = {}
+    kind_of = [kinds.setdefault(cluster.class_of[start : start + len(node)], len(kinds))
+               for start, node in zip(starts, cluster.nodes, strict=True)]
+    found: dict[tuple[int, ...], int] = {}
     for start in range(0, cluster.num_devices - size + 1, size):
         first, last = cluster.node_of[start], cluster.node_of[start + size - 1]
-        key = (start - starts[first], *alike[first : last + 1])
-        found.setdefault(key, tuple(range(start, start + size)))
-    return list(found.values())
+        found.setdefault((start - starts[first], *kind_of[first : last + 1]), start)
+    return [tuple(range(start, start + size)) for start in found.values()]
 
 
 def links(cluster: Cluster, mesh: Sequence[int],
