@@ -208,9 +208,10 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return any(zone.cards or zone.buses for zone in self.zones or ())
 
     @cached_property
-    def even(self) -> bool:
-        """Whether all nodes are of one size and in one zone."""
-        return len({(len(node), z) for node, z in zip(self.nodes, self.zone_of, strict=True)}) == 1
+    def equal(self) -> bool:
+        """Whether all devices and nodes are alike, and share nothing."""
+        first = self.nodes[0]
+        return not self.zones and len(set(first)) == 1 and all(n == first for n in self.nodes)
 
     # --- groups of ranks ------------------------------------------------------------------------
 

@@ -82,7 +82,9 @@ def neighbours(cluster: Cluster, mesh: Sequence[int]) -> list[tuple[int, ...]]:
 def links(cluster: Cluster, mesh: Sequence[int],
           groups: Collection[tuple[int, ...]]) -> tuple[Link, ...]:
     """Per axis of a mesh: the slowest link of some tensor groups, each of which exchanges along all
-    of its lines at once."""
+    of its lines at once. On equal nodes the first group stands for all, also if a mesh does not
+    divide a node."""
+    groups = [tuple(range(math.prod(mesh)))] if cluster.equal else groups
     return tuple(slowest_of(cluster.link([group[i + k] for i in line], group)
                             for group in groups for k in starts)
                  for line, starts in _lines(mesh))

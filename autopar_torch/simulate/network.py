@@ -47,8 +47,8 @@ def _ring(link: Link, parts: int, num_bytes: float) -> float:
 def assumed(op: str, ranks: Sequence[int], cluster: Cluster) -> Assumed:
     """A message shares nothing with itself; ranks of a collective on one card share that.
 
-    The node with the fewest ways out holds up the others. Where nodes are even, a stride that does
-    not divide them leaves some with a rank less, and the fullest counts.
+    The node with the fewest ways out holds up the others. Of equal nodes, some have a rank less if
+    a stride does not divide them; there the fullest counts.
     """
     parts = cluster.parts(ranks)
     near, far = cluster.near(parts), cluster.far(parts)
@@ -58,7 +58,7 @@ def assumed(op: str, ranks: Sequence[int], cluster: Cluster) -> Assumed:
     ways = [part.num_ranks / times for part, times in zip(parts, crowding, strict=True)]
     return Assumed(op, near.slowed(max(part.bus for part in parts)), far,
                    max(part.num_ranks for part in parts), len(parts),
-                   max(ways) if cluster.even else min(ways))
+                   max(ways) if cluster.equal else min(ways))
 
 
 class AssumedLookup(Lookup):
@@ -69,7 +69,7 @@ class AssumedLookup(Lookup):
         self._assumed: dict[tuple[object, ...], Assumed] = {}
         self._alike: dict[Assumed, Assumed] = {}  # equal ones are one, known by its identity
         cluster = profile.cluster
-        self._period = len(cluster.nodes[0]) if cluster.even else cluster.num_devices
+        self._period = len(cluster.nodes[0]) if cluster.equal else cluster.num_devices
 
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         cluster = self.profile.cluster
@@ -82,7 +82,7 @@ class AssumedLookup(Lookup):
         return self._assumed[key]  # type: ignore[return-value]
 
     def _how(self, ranks: Sequence[int]) -> tuple[object, ...]:
-        """Equal for groups that lie alike: at equal distances, and as far into an even node."""
+        """Equal for groups that lie alike: at equal distances, and as far into equal nodes."""
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         regular = range(ranks[0], ranks[0] + step * len(ranks), step)
         if ranks == regular or tuple(ranks) == tuple(regular):
