@@ -13,11 +13,11 @@ setup(
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["autopar_torch", "autopar_torch.*"]),
-        "autopar_torch.hardware",  # data only: cluster.known reads it from either place
+        "autopar_torch.hardware",  # data only: datasheets.py reads it from either place
     ],
     package_dir={"autopar_torch.hardware": "profiling/hardware"},
     package_data={"autopar_torch": ["py.typed", "shard/*.json"],
-                  "autopar_torch.hardware": ["*.json"]},
+                  "autopar_torch.hardware": ["*.json", "networks/*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
     install_requires=["torch>=2.13.0", "numpy", "msgspec", "safetensors"],
     extras_require={

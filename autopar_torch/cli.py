@@ -88,8 +88,10 @@ def _verb(verbs: Any, name: str, command: Callable[[argparse.Namespace], int], a
         verb.add_argument("plan", help="file of a plan")
     verb.add_argument("model", help=MODEL)
     if cluster:
-        verb.add_argument(cluster, required=True, help="16x8xH100, or a JSON file of a cluster or "
-                          "of what was measured")
+        verb.add_argument(cluster, required=True, help="16x8xH100, 2x8xH100@ib400 + 4x8xA100-80, or"
+                          " a JSON file of a cluster or of what was measured")
+        verb.add_argument("--network", default="", help="what joins the nodes of a name: a rate per"
+                          " device (400Gb/s), or a name (roce100)")
     verb.add_argument("--global-batch-size", type=_count, help="rows of a step (those of inputs)")
     verb.add_argument("--precision", choices=["float32", "bfloat16"], help="(float32)")
     verb.add_argument("--pin", action="append", default=[], metavar="tp=2", help="a constraint")
@@ -107,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
     from . import api
     from .search.explain import line
 
-    found = api.plan(*_model(options), options.cluster, **_asked(options))
+    found = api.plan(*_model(options), _place(options), **_asked(options))
     _save(found.plan, options)
     if options.json:
         return _show(json.loads(files.encode(found)))
@@ -123,7 +125,7 @@ def _explain(options: argparse.Namespace) -> int:
     from .plan import load_plan
     from .search.reasons import against, why
 
-    case = api.case(*_model(options), options.cluster, **_asked(options))
+    case = api.case(*_model(options), _place(options), **_asked(options))
     best = case.best().best
     rows = why(case, best)
     if options.plan:
@@ -137,7 +139,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.pin or options.memory or options.precision:
         raise PlanError("a plan says all of that itself", where="--pin, --memory, --precision",
                         fix="leave them out, or edit the plan")
-    timeline = api.simulate(options.plan, *_model(options), options.cluster,
+    timeline = api.simulate(options.plan, *_model(options), _place(options),
                             global_batch_size=options.global_batch_size)
     _save(timeline, options)
     peak = max(timeline.memory, key=lambda memory: memory.peak_bytes)
@@ -197,6 +199,12 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
         pins[name] = _value(value)
     return {"global_batch_size": options.global_batch_size, "precision": options.precision,
             "constraints": pins}
+
+
+def _place(options: argparse.Namespace) -> Any:
+    from .find.offline import place_of
+
+    return place_of(options.cluster, options.network)
 
 
 def _value(text: str) -> Any:

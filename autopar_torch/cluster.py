@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache, cached_property
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
 from typing import Annotated
 
-from msgspec import Meta, Struct, structs
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
-from . import files
-from .errors import PlanError
 from .limits import (
     Amount,
     ByteRate,
@@ -29,17 +25,7 @@ from .limits import (
     increase,
     refuse,
 )
-
-
-class Link(Struct, frozen=True, forbid_unknown_fields=True):
-    """A way between devices: seconds before the first byte, bytes per second after it.
-
-    `scatter`: how much slower a reduce-scatter is than an all-gather (Gloo sums on the CPU).
-    """
-
-    latency_s: Latency
-    bytes_per_s: ByteRate
-    scatter: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.0
+from .zones import Link, NodePart, Zone, ZoneLink, slowest_of
 
 
 class Device(Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,13 +94,20 @@ Node = Annotated[tuple[Device, ...], Meta(min_length=1)]
 
 
 class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """Devices by node, in rank order; links inside a node and between nodes."""
+    """Devices by node, in rank order; links inside a node and between nodes.
+
+    Where nodes differ in their links, each is in a zone; `links` join two zones. `inside` and
+    `across` hold where these say nothing.
+    """
 
     nodes: Annotated[tuple[Node, ...], Meta(min_length=1)]
     inside: Link
     across: Link
     changes: tuple[Change, ...] = ()
     cores: tuple[Rank, ...] = ()  # per rank: ranks with the same number share a core; (): none do
+    # Unset, they leave no trace in a file.
+    zones: Annotated[tuple[Zone, ...], Meta(min_length=1)] | UnsetType = UNSET
+    links: Annotated[tuple[ZoneLink, ...], Meta(min_length=1)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         count = self.num_devices
@@ -125,6 +118,19 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         for change in self.changes:
             refuse(change.name not in there, f"a change of {change.name}, but there are "
                    f"{len(self.nodes)} nodes (link n) of {count} ranks (core n)")
+        self._refuse_zones()
+
+    def _refuse_zones(self) -> None:
+        zones, count = self.zones or (), len(self.nodes)
+        told = Counter(node for zone in zones for node in zone.nodes)
+        wrong = [n for n in (*range(count), *told) if n >= count or told[n] != 1]
+        refuse(bool(zones and wrong), f"each of the {count} nodes is in one zone: not so node "
+               f"{wrong[:1]} in {len(zones)} zones")
+        pairs = [tuple(sorted(link.zones)) for link in self.links or ()]
+        for a, b in pairs:
+            refuse(a == b or b >= len(zones), f"a link of zones {a} and {b}; it joins two of the "
+                   f"{len(zones)} zones (a zone's own network is its `across`)")
+        refuse(len(set(pairs)) < len(pairs), f"links of zones {pairs[:9]}: a pair is there twice")
 
     @property
     def num_devices(self) -> int:
@@ -140,91 +146,157 @@ class Cluster(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return tuple(n for n, node in enumerate(self.nodes) for _ in node)
 
     @cached_property
+    def zone_of(self) -> tuple[int, ...]:
+        """Per node: the number of its zone."""
+        number = {n: z for z, zone in enumerate(self.zones or ()) for n in zone.nodes}
+        return tuple(number.get(n, 0) for n in range(len(self.nodes)))
+
+    @cached_property
     def classes(self) -> tuple[Device, ...]:
-        """The distinct devices, in rank order: what is measured is measured for each."""
-        return tuple(dict.fromkeys(self.devices))
+        """The distinct devices, in rank order: what is measured is measured for each.
+
+        Devices of two zones are two classes even if they are alike, since what they exchange is
+        not: how long a block takes under tensor parallelism, or a message to the next stage.
+        """
+        return tuple(device for device, _ in dict.fromkeys(self._kinds))
 
     @cached_property
     def class_of(self) -> tuple[int, ...]:
         """Per rank: the number of its class."""
-        number = {device: k for k, device in enumerate(self.classes)}
-        return tuple(number[device] for device in self.devices)
+        number = {kind: k for k, kind in enumerate(dict.fromkeys(self._kinds))}
+        return tuple(number[kind] for kind in self._kinds)
+
+    @property
+    def _kinds(self) -> list[tuple[Device, int]]:
+        return [(device, z) for node, z in zip(self.nodes, self.zone_of, strict=True)
+                for device in node]
 
     def core(self, rank: int) -> int:
         """The number of a rank's core; ranks that share a core have the same one."""
         return self.cores[rank] if self.cores else rank
 
-    def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link that a group uses."""
-        return self.inside if len({self.node_of[r] for r in ranks}) == 1 else self.across
+    def zone(self, rank: int) -> Zone:
+        """The zone of a rank; without zones one that says nothing."""
+        node = self.node_of[rank]
+        return self.zones[self.zone_of[node]] if self.zones else Zone((node,))
 
-    def place(self, ranks: Sequence[int]) -> str:
+    def card(self, rank: int) -> int:
+        """The first of the ranks that share a rank's network card."""
+        return self._sharing(rank, self.zone(rank).cards)
+
+    def bus(self, rank: int) -> int:
+        """The first of the ranks that share a rank's bus."""
+        return self._sharing(rank, self.zone(rank).buses)
+
+    def _sharing(self, rank: int, count: int) -> int:
+        """The first of those with the same number, if a rank's node has so many of something."""
+        node = self.node_of[rank]
+        start, size = self.start_of[node], len(self.nodes[node])
+        if not 0 < count < size:
+            return rank
+        number = (rank - start) * count // size
+        return start + math.ceil(number * size / count)
+
+    @cached_property
+    def start_of(self) -> tuple[int, ...]:
+        """Per node: its first rank."""
+        return tuple(accumulate((len(node) for node in self.nodes[:-1]), initial=0))
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether devices share cards or buses."""
+        return any(zone.cards or zone.buses for zone in self.zones or ())
+
+    @cached_property
+    def equal(self) -> bool:
+        """Whether all devices and nodes are alike, and share nothing."""
+        first = self.nodes[0]
+        return not self.zones and len(set(first)) == 1 and all(n == first for n in self.nodes)
+
+    # --- groups of ranks ------------------------------------------------------------------------
+
+    def parts(self, ranks: Collection[int]) -> list[NodePart]:
+        """A group by the nodes on which it lies."""
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.node_of[rank], []).append(rank)
+        return sorted(self._part(own, len(own) < len(ranks)) for own in found.values())
+
+    def _part(self, ranks: Sequence[int], leaves: bool) -> NodePart:
+        classes = sorted(self.class_of[rank] for rank in ranks)
+        told = classes if len(set(classes)) > 1 else classes[:1]
+        bus = _most_alike(self.bus, ranks) if self.shares else 1
+        card = _most_alike(self.card, ranks) if self.shares and leaves else 1
+        return NodePart(len(ranks), ".".join(map(str, told)), bus, card,
+                    self.zone_of[self.node_of[ranks[0]]])
+
+    def near(self, parts: Sequence[NodePart]) -> Link:
+        """The slowest link that a group uses inside nodes."""
+        zones = {p.zone for p in parts if p.num_ranks > 1} or {p.zone for p in parts}
+        return slowest_of(self._inside(zone) for zone in zones)
+
+    def far(self, parts: Sequence[NodePart]) -> Link:
+        """The slowest link that a group uses between nodes."""
+        zones = Counter(part.zone for part in parts)
+        pairs = [(z, z) for z, count in zones.items() if count > 1 or len(zones) == 1]
+        pairs += combinations(sorted(zones), 2)
+        return slowest_of(self._between.get(pair, self.across) for pair in pairs)
+
+    def crowding(self, part: NodePart, link: Link) -> float:
+        """How many times slower each rank's messages over a link between nodes are, if all ranks
+        of a part send at once: they share cards, and buses if there are some."""
+        times = float(part.card)
+        if self.zones and self.zones[part.zone].buses:
+            times = max(times, part.bus * link.bytes_per_s / self._inside(part.zone).bytes_per_s)
+        return times
+
+    def _inside(self, zone: int) -> Link:
+        return (self.zones[zone].inside if self.zones else None) or self.inside
+
+    @cached_property
+    def _between(self) -> dict[tuple[int, ...], Link]:
+        own = {(z, z): zone.across for z, zone in enumerate(self.zones or ()) if zone.across}
+        return own | {tuple(sorted(link.zones)): link.link for link in self.links or ()}
+
+    def link(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> Link:
+        """The slowest link that a group uses, while the ranks `beside` it do the same."""
+        parts, everyone = self.parts(ranks), self.parts({*ranks, *beside})
+        if len(parts) == 1:
+            return self.near(parts).slowed(max(part.bus for part in everyone))
+        far = self.far(parts)
+        return far.slowed(max(self.crowding(part, far) for part in everyone))
+
+    def place(self, ranks: Collection[int]) -> str:
         """How a group lies; groups with the same text take equal times. `2+2 on 4`: two ranks on
-        each of two nodes, on four cores."""
-        counts = Counter(self.node_of[r] for r in ranks)
-        cores = len({self.core(r) for r in ranks})
-        return "+".join(map(str, sorted(counts.values()))) + f" on {cores}"
+        each of two nodes, on four cores. `1+1 on 2 of 0+1`: of the classes 0 and 1, where there
+        are several. `2+2 on 4 of 0+0 by 1.2+1.2`: on each node two ranks share a card."""
+        parts = self.parts(ranks)
+        cores = len({self.core(rank) for rank in ranks})
+        text = "+".join(str(part.num_ranks) for part in parts) + f" on {cores}"
+        if len(self.classes) > 1:
+            text += " of " + "+".join(part.classes for part in parts)
+        if self.shares:
+            text += " by " + "+".join(f"{part.bus}.{part.card}" for part in parts)
+        return text
+
+    def with_network(self, factor: float) -> Cluster:
+        """The same with so many times the bandwidth between nodes."""
+        own, pairs = self.zones or (), self.links or ()
+        zones = tuple(structs.replace(zone, across=zone.across.slowed(1 / factor))
+                      if zone.across else zone for zone in own)
+        links = tuple(structs.replace(pair, link=pair.link.slowed(1 / factor)) for pair in pairs)
+        return structs.replace(self, across=self.across.slowed(1 / factor), zones=zones or UNSET,
+                               links=links or UNSET)
 
 
-class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
-    """A datasheet: one device, how many share a node, what joins them, and where that is from.
-
-    Links are per device and direction, as the datasheet has them; `inside_reached` and
-    `across_reached` are the parts of them that collectives get.
-    """
-
-    device: Device
-    per_node: Annotated[int, Meta(ge=1, le=2**16)]
-    inside: Link
-    across: Link
-    inside_reached: Fraction = 1.0
-    across_reached: Fraction = 1.0
-    # Part of a kind of exchange that hides behind computing.
-    overlap: dict[str, Annotated[float, Meta(ge=0.0, le=1.0)]] = {}
-    aliases: tuple[Name, ...] = ()
-    sources: dict[str, str] = {}  # number -> the datasheet it is from
-    calibrated: dict[str, str] = {}  # number -> what it was fitted on
-
-    def cluster(self, num_nodes: int = 1, per_node: int = 0) -> Cluster:
-        node = (self.device,) * (per_node or self.per_node)
-        return Cluster((node,) * num_nodes, _reached(self.inside, self.inside_reached),
-                       _reached(self.across, self.across_reached))
+def _most_alike(number: Callable[[int], int], ranks: Iterable[int]) -> int:
+    return max(Counter(map(number, ranks)).values())
 
 
-def _reached(link: Link, part: float) -> Link:
-    return structs.replace(link, bytes_per_s=link.bytes_per_s * part)
-
-
-@cache
-def known() -> dict[str, Hardware]:
-    """Hardware by name: the files of `profiling/hardware`, which a wheel carries along."""
-    here = Path(__file__).resolve().parent
-    folders = (here / "hardware", here.parent / "profiling" / "hardware")
-    paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
-    return {path.stem: files.load(path, Hardware) for path in paths}
-
-
-def hardware(name: str) -> Hardware:
-    """A description by its name or an alias, whatever the case."""
-    for key, found in known().items():
-        if name.lower() in {text.lower() for text in (key, *found.aliases)}:
-            return found
-    raise PlanError(f"no hardware is called {name!r}", where="profiling/hardware",
-                    fix=f"known are: {', '.join(known()) or 'none'}")
-
-
-def named(text: str) -> Cluster:
-    """`8xH200`: one node of eight devices; `16x8xH100`: sixteen nodes."""
-    match = re.fullmatch(r"(?:([0-9]{1,7})x)?([0-9]{1,7})x([0-9]*[A-Za-z]\S*)", text.strip())
-    count = int(match[1] or 1) * int(match[2]) if match else 0
-    if not match or not 0 < count <= MOST_DEVICES:
-        raise PlanError(f"{text[:80]!r} names no cluster of 1 to {MOST_DEVICES} devices",
-                        where="cluster", fix="write 8xH200, or 16x8xH100 for 16 nodes")
-    return hardware(match[3]).cluster(int(match[1] or 1), int(match[2]))
-
-
-MOST_DEVICES = 2**17
 CPU_CORE = Device("CPU core", 4e10, 5e9, 4 * 2**30, "assumed")
 LOOPBACK = Link(1e-3, 1.4e9, 1.6)  # latency: mostly waiting for ranks that share cores
 GPU = Device("A100-80", 312e12, 2e12, 80 * 2**30)
 NVLINK, INFINIBAND = Link(1e-5, 2e11), Link(2e-5, 2.5e10)
+
+__all__ = ["CPU_CORE", "GPU", "INFINIBAND", "LOOPBACK", "NVLINK", "Change", "Cluster", "Device",
+           "Link", "Zone", "ZoneLink", "slowest_of"]

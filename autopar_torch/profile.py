@@ -23,6 +23,7 @@ Source = Literal["datasheet", "derived", "measured"]
 SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
 RECOMPUTE = "/again"  # in keys of programs whose backward recomputes forward
 EXCHANGE_CORE = 0.5  # part of a core, if it was not measured
+GROUP = r"^[0-9+]{1,5000} on [0-9]{1,9}( of [0-9+.]{1,5000})?( by [0-9+.]{1,5000})?$"
 QUICK_S = 8.0  # seconds of measuring close plans well, after a quick pass
 
 
@@ -137,7 +138,7 @@ class Curve(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     op: Annotated[str, Meta(pattern=r"^(sum|scatter|gather|send)$")]
-    group: Annotated[str, Meta(pattern=r"^[0-9+]{1,5000} on [0-9]{1,9}$")]  # `Cluster.place`
+    group: Annotated[str, Meta(pattern=GROUP)]  # `Cluster.place`
     points: Annotated[tuple[tuple[Amount, Seconds], ...], Meta(min_length=1)]  # (bytes, seconds)
     core: Factor = 0.0
     held: Factor = 0.0
@@ -304,8 +305,25 @@ class Lookup:
         return self.curves[op, group]
 
     def card(self, rank: int) -> str:
-        """The network card of a rank: one for all ranks of its node, as measured."""
-        return f"link {self.profile.cluster.node_of[rank]}"
+        """The network card of a rank: one for all ranks of its node, as measured, if the cluster
+        does not say how many there are."""
+        cluster = self.profile.cluster
+        name = f"link {cluster.node_of[rank]}"
+        return own_card(name, cluster.card(rank)) if cluster.zone(rank).cards else name
+
+    def ways(self, rank: int, group: Sequence[int], away: bool) -> dict[str, float]:
+        """What an exchange of a rank with a group goes through in either direction, and the part of
+        it that this takes; `away`: the group is on several nodes. The bus of a rank that is alone
+        on its node carries no more than a link between nodes does."""
+        cluster, zone = self.profile.cluster, self.profile.cluster.zone(rank)
+        found = {self.card(rank): 1.0} if away else {}
+        if zone.buses:
+            node, parts = cluster.node_of[rank], cluster.parts(group)
+            alone = sum(cluster.node_of[other] == node for other in group) == 1
+            most = cluster.far(parts) if alone else cluster.near(parts)
+            own = zone.inside or cluster.inside
+            found[f"bus {cluster.bus(rank)}"] = min(1.0, most.bytes_per_s / own.bytes_per_s)
+        return found
 
     def exchange_core(self, ranks: Sequence[int]) -> float:
         """Part of a core that each rank of a tensor group uses while the group exchanges."""
@@ -313,6 +331,10 @@ class Lookup:
             return EXCHANGE_CORE
         curve = self.curves.get(("sum", self.profile.cluster.place(ranks)))
         return curve.core if curve else EXCHANGE_CORE
+
+
+def own_card(link: str, rank: int) -> str:
+    return f"{link} of {rank}"
 
 
 def sharding_key(sharding: Sharding | None) -> str:

@@ -16,7 +16,8 @@ import pytest
 import edits
 from autopar_torch import Plan, api, files, load_plan
 from autopar_torch.cli import main
-from autopar_torch.cluster import Change, Cluster, Device, Link, named
+from autopar_torch.cluster import Change, Cluster, Device, Link
+from autopar_torch.datasheets import named
 from autopar_torch.errors import AutoparError, FileError, NounError, PlanError, ShardingError
 from autopar_torch.find import measuring
 from autopar_torch.plan import check, fit

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
 from autopar_torch import schedule as schedules
-from autopar_torch.cluster import Hardware, hardware, known, named
+from autopar_torch.datasheets import Hardware, hardware, known, named, networks
 from autopar_torch.errors import PlanError
 from autopar_torch.schedule import Op
 from lists import ends_of
@@ -36,12 +36,20 @@ def test_every_description_says_where_its_numbers_are_from(name: str) -> None:
     found = hardware(name)
     assert found.device.name == name
     assert found.device.source == "datasheet"
-    assert {"device", "inside", "across"} <= found.sources.keys()
+    assert {"device", "inside", "network"} <= found.sources.keys()
     assert {"efficiency", "memory_efficiency", "fixed_bytes", "overlap"} <= found.calibrated.keys()
     parts = [part for _, part in found.device.efficiency]
     assert parts == sorted(parts)
-    for part in (*parts, found.inside_reached, found.across_reached, *found.overlap.values()):
+    for part in (*parts, found.inside_reached, found.fabric.reached, *found.overlap.values()):
         assert 0 < part < 1
+
+
+@pytest.mark.parametrize("name", networks())
+def test_every_network_says_where_its_numbers_are_from(name: str) -> None:
+    found = networks()[name]
+    assert found.sources.keys() == {"link"}
+    assert {"reached", "latency_s"} == found.calibrated.keys()
+    assert 0 < found.reached < 1
 
 
 def test_a_cluster_has_a_name() -> None:
@@ -115,7 +123,7 @@ def test_more_of_anything_is_never_slower(layout: Layout) -> None:
         faster(found, flops_per_s=2 * device.flops_per_s),
         faster(found, memory_bytes_per_s=2 * device.memory_bytes_per_s),
         structs.replace(found, inside_reached=1.0),
-        structs.replace(found, across_reached=1.0),
+        structs.replace(found, network=structs.replace(found.fabric, reached=1.0)),
         structs.replace(found, overlap=dict.fromkeys(found.overlap, 1.0)),
     ]
     for machine in better:

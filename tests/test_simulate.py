@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 import autopar_torch as ap
 from autopar_torch import schedule as schedules
-from autopar_torch.cluster import Change, named
+from autopar_torch.cluster import Change
+from autopar_torch.datasheets import named
 from autopar_torch.errors import ScheduleError
 from autopar_torch.find.offline import profile_for
 from autopar_torch.profile import Jitter

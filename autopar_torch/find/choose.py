@@ -66,14 +66,15 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
          kept: int = KEPT) -> Result:
     """Search by the walk; the engine, which shares cores and links, orders the best of them.
 
-    Where nothing was measured, the engine would only repeat the walk. The engine may predict more
+    Where nothing is shared, the engine would only repeat the walk. The engine may predict more
     bytes than the search: if no plan fits then, the search is repeated with less memory.
     """
     equal = len(known.profile.cluster.classes) == 1
-    num_kept = max(kept, MOST_KEPT) if equal and not known.profile.assumed else kept
+    shared = not known.profile.assumed or known.profile.cluster.shares
+    num_kept = max(kept, MOST_KEPT) if equal and shared else kept
     result = fastest(graph, known.options, lookup(known.profile), num_rows, limits, num_kept)
     choices = list(result.choices)
-    if not known.profile.assumed:
+    if shared:
         choices = _simulated(varied(choices, kept), graph, known.profile, num_rows)
     if equal and not known.profile.assumed:
         capacity_bytes = limits.capacity_bytes(known.profile.cluster)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from .. import files
-from ..cluster import Cluster, Device, Link, named
+from ..cluster import Cluster, Device
+from ..datasheets import named
 from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import BlockCosts, BlockNeed, Overheads, Profile, few, merged
@@ -27,8 +28,12 @@ ADAM_PASSES, ADD_PASSES, COPY_PASSES = 7, 3, 2  # reads and writes of every byte
 HALF = 0.5  # bytes of a bfloat16 leaf per byte of its float32 master
 
 
-def place_of(where: Where) -> Cluster | Known:
-    """Machines as they are, by name (`16x8xH100`), or from a file: described, or measured."""
+def place_of(where: Where, network: str = "") -> Cluster | Known:
+    """Machines as they are, by name (`16x8xH100`), or from a file: described, or measured. A name
+    may be told a `network`: `400Gb/s` for every device, or by name."""
+    if network and not (isinstance(where, str) and Path(where).suffix != ".json"):
+        raise PlanError("only machines that are named take a network", where="network",
+                        fix="leave it out: a description has its own links")
     if isinstance(where, (Cluster, Known)):
         return files.checked(where, type(where), "cluster")
     if not isinstance(where, (str, os.PathLike)):
@@ -38,7 +43,7 @@ def place_of(where: Where) -> Cluster | Known:
     if path.suffix == ".json":
         measured = b'"options"' in files.read(path)
         return files.load(path, Known) if measured else files.load(path, Cluster)
-    return named(str(where))
+    return named(str(where), network)
 
 
 def known_of(traced: Traced, num_rows: int, where: Where, limits: Constraints) -> Known:
@@ -71,36 +76,38 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
         whole = complete(whole, traced, rows)
         verify.check(whole, traced)
         return whole, _of_this(place, traced).profile
-    meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
-    device = slowest(place)
-    prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
-    whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
+    groups: dict[tuple[int, ...], set[tuple[int, ...]]] = {(): set()}  # by mesh
+    for stage in (stage for replica in whole.replicas for stage in replica.stages):
+        groups.setdefault(stage.axes if len(stage.devices) > 1 else (), set()).add(stage.devices)
+    largest = max(groups)
+    prices = _slowest_prices(place, largest, groups[largest])._replace(rows=rows)
+    whole = complete(whole, traced, rows, priced=prices if largest else None)
     verify.check(whole, traced)
     needs = dict.fromkeys(block_needs(whole, traced.graph, num_rows))
-    costs = [_costs(need, traced, k, own, prices)
-             for need in needs for k, own in enumerate(place.classes)]
+    by_class = {mesh: _prices(place, mesh, own) for mesh, own in groups.items()}
+    costs = [_costs(need, traced, k, by_class[need.sharding.mesh if need.sharding else ()][k])
+             for need in needs for k in range(len(place.classes))]
     return whole, Profile(place, merged(costs), assumed=True,
                           overheads=tuple(overheads(d, plan.precision) for d in place.classes))
 
 
-def _costs(need: BlockNeed, traced: Traced, number: int, device: Device,
-           prices: dict[tuple[int, ...], Prices]) -> BlockCosts:
-    own = prices[need.sharding.mesh] if need.sharding else Prices(device, ())
-    cost = estimate(traced.programs[need.kind], need.sharding,
-                    own._replace(device=device, rows=need.rows))
+def _costs(need: BlockNeed, traced: Traced, number: int, prices: Prices) -> BlockCosts:
+    """Of the class with this number, at its prices."""
+    cost = estimate(traced.programs[need.kind], need.sharding, prices._replace(rows=need.rows))
     cost = cost.recomputed if need.recompute else cost
     return BlockCosts(need.kind, need.key, (cost,), "datasheet", number)
 
 
 def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints) -> Known:
     """Every way to split the model on the cluster, with what its datasheets say about each."""
-    device = slowest(cluster)
-    meshes = ways.meshes(cluster, MOST_TP, limits)
-    prices = {mesh: Prices(device, _links(cluster, mesh), 0.0, 1) for mesh in meshes}
-    options = tuple(ways.option(traced, mesh, prices[mesh], limits.rings) for mesh in meshes)
+    groups = {mesh: ways.neighbours(cluster, mesh)
+              for mesh in ways.meshes(cluster, MOST_TP, limits)}
+    options = tuple(ways.option(traced, mesh, _slowest_prices(cluster, mesh, own), limits.rings)
+                    for mesh, own in groups.items())
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
     rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
-    costs = ways.estimated(traced, options, rows, prices, cluster.classes) if rows else []
+    prices = {mesh: _prices(cluster, mesh, own) for mesh, own in groups.items()}
+    costs = ways.estimated(traced, options, rows, prices) if rows else []
     profile = Profile(cluster, tuple(costs), assumed=True,
                       overheads=tuple(overheads(d, limits.precision) for d in cluster.classes))
     return Known(options, profile)
@@ -122,8 +129,20 @@ def overheads(device: Device, precision: Precision) -> Overheads:
     )
 
 
-def _links(cluster: Cluster, mesh: Sequence[int]) -> tuple[Link, ...]:
-    return tuple(cluster.link(ranks) for ranks in ways.axis_ranks(mesh))
+def _slowest_prices(cluster: Cluster, mesh: Sequence[int],
+                    groups: Collection[tuple[int, ...]]) -> Prices:
+    """For all tensor groups alike: they run one program."""
+    return Prices(slowest(cluster), ways.links(cluster, mesh, groups))
+
+
+def _prices(cluster: Cluster, mesh: Sequence[int],
+            groups: Collection[tuple[int, ...]]) -> list[Prices]:
+    """Per class of devices: with the links of the tensor groups that it is in (of all, if none)."""
+    in_group = [{cluster.class_of[rank] for rank in group} for group in groups]
+    own = [[g for g, there in zip(groups, in_group, strict=True) if k in there]
+           for k in range(len(cluster.classes))]
+    return [Prices(device, ways.links(cluster, mesh, some or groups))
+            for device, some in zip(cluster.classes, own, strict=True)]
 
 
 __all__ = ["Where", "assumed", "known_of", "place_of", "profile_for"]

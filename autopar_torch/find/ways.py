@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from ..cluster import Cluster, Device, Link
+from ..cluster import Cluster, Link, slowest_of
 from ..errors import SearchError
 from ..plan import BUCKET_BYTES, Plan, Stage
 from ..profile import BlockCosts, BlockNeed, Lookup, program_key
@@ -48,7 +48,7 @@ def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, 
 
 def _meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
     """Tensor groups of neighbours: inside a node, across nodes, and both as two axes."""
-    total, per_node = cluster.num_devices, len(cluster.nodes[0])
+    total, per_node = cluster.num_devices, max(map(len, cluster.nodes))
     found: list[tuple[int, ...]] = [()]
     for parts in divisors(total)[1:]:
         if parts > most:
@@ -66,6 +66,37 @@ def axis_ranks(mesh: Sequence[int]) -> list[tuple[int, ...]]:
         groups.append(tuple(i * stride for i in range(parts)))
         stride *= parts
     return groups[::-1]
+
+
+def neighbours(cluster: Cluster, mesh: Sequence[int]) -> list[tuple[int, ...]]:
+    """Tensor groups as equal plans place them, one after the other; of those that lie alike on
+    nodes alike, the first."""
+    size, starts = math.prod(mesh), cluster.start_of
+    kinds: dict[tuple[int, ...], int] = {}
+    kind_of = [kinds.setdefault(cluster.class_of[start : start + len(node)], len(kinds))
+               for start, node in zip(starts, cluster.nodes, strict=True)]
+    found: dict[tuple[int, ...], int] = {}
+    for start in range(0, cluster.num_devices - size + 1, size):
+        first, last = cluster.node_of[start], cluster.node_of[start + size - 1]
+        found.setdefault((start - starts[first], *kind_of[first : last + 1]), start)
+    return [tuple(range(start, start + size)) for start in found.values()]
+
+
+def links(cluster: Cluster, mesh: Sequence[int],
+          groups: Collection[tuple[int, ...]]) -> tuple[Link, ...]:
+    """Per axis of a mesh: the slowest link of some tensor groups, each of which exchanges along all
+    of its lines at once. On equal nodes the first group stands for all, also if a mesh does not
+    divide a node."""
+    groups = [tuple(range(math.prod(mesh)))] if cluster.equal else groups
+    return tuple(slowest_of(cluster.link([group[i + k] for i in line], group)
+                            for group in groups for k in starts)
+                 for line, starts in _lines(mesh))
+
+
+def _lines(mesh: Sequence[int]) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Per axis: the places of its first line, and how far from that the others start."""
+    return [(line, [k for k in range(math.prod(mesh)) if k % (line[1] * len(line)) < line[1]])
+            for line in axis_ranks(mesh)]
 
 
 def link_of(profile: Lookup, ranks: tuple[int, ...]) -> Link:
@@ -168,18 +199,18 @@ def _uses(places: Places, cluster: Cluster) -> set[tuple[str, str]]:
 
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
-              prices: dict[tuple[int, ...], Prices],
-              classes: Sequence[Device]) -> list[BlockCosts]:
-    """Costs by datasheet on each class of devices, with forward kept and with it recomputed."""
+              prices: Mapping[tuple[int, ...], Sequence[Prices]]) -> list[BlockCosts]:
+    """Costs by datasheet, at the prices of each class of devices, with forward kept and with it
+    recomputed."""
     found: dict[tuple[str, str, int], BlockCosts] = {}
     for option in options:
         for block, sharding in zip(traced.graph.blocks, option.shardings, strict=True):
-            need, priced = BlockNeed(block.kind, sharding, 1), prices[option.mesh]
+            need = BlockNeed(block.kind, sharding, 1)
             if (block.kind, need.key, 0) in found:
                 continue
-            for k, device in enumerate(classes):
+            for k, own_prices in enumerate(prices[option.mesh]):
                 kept = tuple(estimate(traced.programs[block.kind], sharding,
-                                      priced._replace(device=device, rows=n)) for n in rows)
+                                      own_prices._replace(rows=n)) for n in rows)
                 recomputed = tuple(cost.recomputed for cost in kept)
                 for own, recompute in ((kept, False), (recomputed, True)):
                     key = program_key(sharding, recompute)

@@ -170,9 +170,7 @@ def _changes(case: Case, best: Choice) -> Iterator[str]:
     memory = case.limits.capacity_bytes(cluster)
 
     def network(factor: float) -> dict[str, Any]:
-        link = msgspec.structs.replace(
-            cluster.across, bytes_per_s=cluster.across.bytes_per_s * factor)
-        changed = msgspec.structs.replace(cluster, across=link)
+        changed = cluster.with_network(factor)
         return {"profile": msgspec.structs.replace(case.profile, cluster=changed)}
 
     asked: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import Profile
+from ..profile import Profile, own_card
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
 from .equal_ranks import equal_groups, representatives
 from .jitter import SampledStep, sampled_steps, usual
-from .network import lookup, own_card
+from .network import lookup
 from .tasks import StepTasks
 
 

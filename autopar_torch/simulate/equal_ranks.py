@@ -44,7 +44,8 @@ def _apart(profile: Profile) -> bool:
     """Whether every device has a core and a card of its own, and none changes over time."""
     cores, changes = profile.cluster.cores, profile.cluster.changes
     measured = profile.curves or not profile.assumed or not profile.quiet
-    return not measured and not changes and len(set(cores)) == len(cores)
+    shared = changes or profile.cluster.shares
+    return not measured and not shared and len(set(cores)) == len(cores)
 
 
 def _in_turn(plan: Plan, cluster: Cluster) -> bool:

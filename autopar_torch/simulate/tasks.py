@@ -84,12 +84,17 @@ class StepTasks:
         return self._add(task)
 
     def _ways(self, ranks: Sequence[int], one_way: bool) -> dict[str, float]:
-        """Ways out of nodes and into them; a message takes one of each, a collective all."""
-        if len({self.cluster.node_of[rank] for rank in ranks}) == 1:
+        """Ways out of devices and into them; a message takes one of each, a collective all."""
+        away = len({self.cluster.node_of[rank] for rank in ranks}) > 1
+        if not (away or self.cluster.shares):
             return {}
-        cards = [self.costs.profile.card(rank) for rank in self.costs.leading(ranks)]
-        out, into = (cards[:1], cards[1:]) if one_way else (cards, cards)
-        return {f"{card} out": 1.0 for card in out} | {f"{card} in": 1.0 for card in into}
+        leading = self.costs.leading(ranks)
+        out, into = (leading[:1], leading[1:]) if one_way else (leading, leading)
+        found: dict[str, float] = {}
+        for rank, way in (*((rank, "out") for rank in out), *((rank, "in") for rank in into)):
+            for name, part in self.costs.profile.ways(rank, ranks, away).items():
+                found[f"{name} {way}"] = max(part, found.get(f"{name} {way}", 0.0))
+        return found
 
     def _together(self, ranks: Sequence[int], name: str, op: str, num_bytes: float) -> None:
         """A collective that all its ranks wait for."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec import structs
 
 from autopar_torch import files
-from autopar_torch.cluster import Hardware, hardware
+from autopar_torch.datasheets import Hardware, hardware
 from published.predictions import seconds
 from published.rows import Job, read
 
@@ -79,10 +79,11 @@ def changed(found: Hardware, values: Mapping[str, float]) -> Hardware:
         old, efficiency=tuple(rising), launch_s=values.get("launch", old.launch_s),
         memory_efficiency=values.get("memory", old.memory_efficiency))
     overlap = {**found.overlap, **{k: v for k, v in values.items() if k in ("tensor", "data")}}
+    reached = values.get("across", found.fabric.reached)
     return structs.replace(
         found, device=device, overlap=overlap,
         inside_reached=values.get("inside", found.inside_reached),
-        across_reached=values.get("across", found.across_reached))
+        network=structs.replace(found.fabric, reached=reached))
 
 
 def bounds(found: Hardware, name: str) -> tuple[float, float]:
@@ -93,7 +94,7 @@ def current(found: Hardware, fields: Sequence[str]) -> Values:
     device = found.device
     known = {
         "scale": 1.0, "memory": device.memory_efficiency, "launch": device.launch_s,
-        "inside": found.inside_reached, "across": found.across_reached, **found.overlap,
+        "inside": found.inside_reached, "across": found.fabric.reached, **found.overlap,
         **{f"part{i}": part for i, (_, part) in enumerate(device.efficiency)},
     }
     limits = {name: bounds(found, name) for name in fields}
@@ -129,7 +130,8 @@ def log_errors(found: Hardware, jobs: Sequence[Job]) -> Errors:
     for job in jobs:
         own = job.worker.hardware
         device = structs.replace(found.device, memory_bytes_per_s=own.device.memory_bytes_per_s)
-        machine = structs.replace(found, device=device, inside=own.inside, across=own.across)
+        network = structs.replace(own.fabric, reached=found.fabric.reached)
+        machine = structs.replace(found, device=device, inside=own.inside, network=network)
         predicted = seconds(job, replace(job.worker, hardware=machine))
         errors[job.file].append(math.log(predicted / (job.step_s or predicted)))
     return errors
@@ -147,7 +149,7 @@ def alone(found: Hardware, jobs: Sequence[Job], fields: Sequence[str], source: s
 
 
 def write(found: Hardware) -> None:
-    """The description and, where one fit serves several, those of its like."""
+    """The description, its network and, where one fit serves several, those of its like."""
     for name in SAME.get(found.device.name, (found.device.name,)):
         old = hardware(name)
         device = structs.replace(
@@ -155,6 +157,7 @@ def write(found: Hardware) -> None:
             memory_efficiency=found.device.memory_efficiency)
         files.save(
             structs.replace(old, device=device, overlap=found.overlap,
-                            inside_reached=found.inside_reached,
-                            across_reached=found.across_reached),
+                            inside_reached=found.inside_reached),
             HERE.parent / "hardware" / f"{name}.json")
+        network = structs.replace(old.fabric, reached=found.fabric.reached)
+        files.save(network, HERE.parent / "hardware" / "networks" / f"{old.network}.json")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autopar_torch.cluster import Hardware, Link
+from autopar_torch.cluster import Link
+from autopar_torch.datasheets import Hardware
 from published.transformer import Layout, Recipe, Transformer
 
 # Bytes moved per element of a [tokens, hidden] or [tokens, ffn] tensor in 16 bit. An operator reads

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from autopar_torch.cluster import Hardware, Link, hardware
+from autopar_torch.cluster import Link
+from autopar_torch.datasheets import Hardware, hardware
 from published.recipes import ACESO_LAYER, SCALING, Row, layout, recipe
 from published.roofline import Worker
 from published.transformer import ALL, Transformer
@@ -169,17 +170,14 @@ def machine(row: Row) -> Hardware:
     if not rate and found.device.name.startswith("A100"):
         rate = CLOUD / 8
     if rate:
-        found = _with(found, across=Link(found.across.latency_s, rate))
+        link = Link(found.fabric.link.latency_s, rate)
+        found = structs.replace(found, network=structs.replace(found.fabric, link=link))
     if (
         "PCIe" in (row["hardware"].get("intra_bw") or "")
         and "NVLink" not in row["hardware"]["intra_bw"]
     ):
-        found = _with(found, inside=Link(found.inside.latency_s, 31.5e9))
+        found = structs.replace(found, inside=Link(found.inside.latency_s, 31.5e9))
     return found
-
-
-def _with(found: Hardware, **changes: Link) -> Hardware:
-    return structs.replace(found, **changes)
 
 
 def network(text: str, devices_per_node: int) -> float:
