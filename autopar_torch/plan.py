@@ -83,6 +83,7 @@ class Replica(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return tuple(self.positions.index(stage.devices) for stage in self.stages)
 
 
+IDLE = Replica(())  # of a device that has no part in a plan
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -172,6 +173,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         stages = (stage for replica in self.replicas for stage in replica.stages)
         return tuple(sorted({device for stage in stages for device in stage.devices}))
 
+    def idle(self, num_devices: int = 0) -> tuple[int, ...]:
+        """Devices, of so many, that have no part in the plan."""
+        used = self.devices
+        return tuple(sorted(set(range(max(num_devices, used[-1] + 1))) - set(used)))
+
+    def replica_of(self, device: int) -> int | None:
+        """The number of the replica that a device is in, if it is in one."""
+        return next((r for r, replica in enumerate(self.replicas)
+                     if any(device in group for group in replica.positions)), None)
+
     @property
     def num_micro_batches(self) -> int:
         return sum(replica.num_micro_batches for replica in self.replicas)
@@ -196,13 +207,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return [[span for span in itertools.islice(spans, count) if span[1] > span[0]]
                 for count in counts]
 
-    def describe(self) -> str:
-        """One line a person can read; stages that follow each other are joined by `-`."""
+    def describe(self, num_devices: int = 0) -> str:
+        """One line a person can read; stages that follow each other are joined by `-`. With the
+        number of devices there are, it names those that idle."""
         shapes = ["-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
                   + f" device(s), {replica.num_micro_batches} micro-batch(es)"
+                  + (f", {replica.rows} share(s) of the rows" if replica.rows else "")
                   for replica in self.replicas]
         shape = " | ".join(shapes if len(set(shapes)) > 1 else shapes[:1])
         tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
+        if idle := self.idle(num_devices):
+            tail += f"; idle: {_short(idle)}"
         return f"{len(self.replicas)} replica(s) of stages on {shape}; {tail} ({self.reason})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -225,14 +240,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
-    """Refuse a plan that cannot run on so many devices, before anything is communicated."""
-    if plan.devices != tuple(range(world_size)):
+    """Refuse a plan that cannot run on so many devices, before anything is communicated. Those
+    that it does not name will idle."""
+    if plan.devices[-1] >= world_size:
         raise PlanError(
             f"the plan names {len(plan.devices)} devices {_short(plan.devices)}, "
             f"but {there} {world_size} (0 to {world_size - 1})",
             where="Plan.replicas[*].stages[*].devices",
-            fix=f"take {len(plan.devices)} (torchrun --nproc-per-node), or choose degrees whose "
-            f"product tp x pp x dp is {world_size}",
+            fix=f"take {plan.devices[-1] + 1} (torchrun --nproc-per-node), or choose degrees whose "
+            f"product tp x pp x dp is at most {world_size}",
         )
     owner: dict[int, tuple[int, tuple[int, ...]]] = {}
     for r, replica in enumerate(plan.replicas):
@@ -271,7 +287,14 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
     for r, replica in enumerate(replicas):
         for s, stage in enumerate(replica.stages):
             _check_shardings(plan, stage, graph, f"Plan.replicas[{r}].stages[{s}].shardings")
-    split = any(replica.num_micro_batches > 1 for replica in replicas)
+    whole = msgspec.structs.replace(plan, replicas=replicas)
+    check_rows(whole, graph)
+    return whole
+
+
+def check_rows(plan: Plan, graph: ModelGraph) -> None:
+    """Refuse to share out rows that the model has to see together."""
+    split = any(replica.num_micro_batches > 1 for replica in plan.replicas)
     if graph.writes and split and not graph.coupled:
         block = next(b.name for b in graph.blocks if b.kind in graph.writes)
         raise PlanError(f"{block} changes a buffer in forward, once a step, so micro-batches would "
@@ -286,35 +309,27 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
             'layers in eval mode; or allow them, with constraints={"batch_statistics": "local"}, '
             "to look at the rows of one part, as DistributedDataParallel does",
         )
-    return msgspec.structs.replace(plan, replicas=replicas)
+    again = {stage.recompute for replica in plan.replicas for stage in replica.stages}
+    joined = any(kind.couples_rows and not kind.mutates for kind in graph.kinds.values())
+    if joined and len(again) > 1 and len(plan.replicas) > 1:
+        raise PlanError(
+            f"{', '.join(graph.coupled)} uses statistics of the whole batch, which some stages "
+            "would join with the others again in backward, but not all", where="Plan.replicas[*]"
+            ".stages[*].recompute", fix="recompute in all stages, or in none")
 
 
-def peers(plan: Plan, block: int, rank: int) -> tuple[int, ...]:
-    """The ranks that have this rank's place in the stages with this block, one per replica."""
+def peers(plan: Plan, graph: ModelGraph, block: int, rank: int) -> tuple[tuple[int, ...], bool]:
+    """The ranks with which a rank joins statistics of batches in a block, if any. If all replicas
+    cut the block alike (then the second is True): those at its place, else all that have it."""
     stages = [next(s for s in replica.stages if s.blocks and s.blocks[0] <= block < s.blocks[1])
               for replica in plan.replicas]
+    if len(stages) == 1 or not graph.kind_of(block).couples_rows:
+        return (), True
+    ways = {(s.axes, own.key if (own := plan.sharding(s, block)) else "") for s in stages}
     place = next(s.devices.index(rank) for s in stages if rank in s.devices)
-    if len(stages) == 1 or len({s.axes for s in stages}) > 1:
-        return ()
-    return tuple(stage.devices[place] for stage in stages)
-
-
-def check_joint(plan: Plan, graph: ModelGraph) -> None:
-    """Replicas can join the statistics of a block only where all of them cut it alike."""
-    for b, block in enumerate(graph.blocks):
-        coupled = graph.kinds[block.kind].couples_rows
-        stages = [s for replica in plan.replicas for s in replica.stages
-                  if coupled and s.blocks and s.blocks[0] <= b < s.blocks[1]]
-        keys = {(s.axes, own.key if (own := plan.sharding(s, b)) else "") for s in stages}
-        if len(keys) > 1:
-            meshes = ", ".join(sorted({"x".join(map(str, axes)) for axes, _ in keys}))
-            raise PlanError(
-                f"{', '.join(coupled)} of block {block.name} uses statistics of the whole batch, "
-                f"but the replicas cut it in different ways (on meshes {meshes})",
-                where="Plan.replicas[*].stages[*]",
-                fix="give the stages that have this block the same mesh and sharding in all "
-                "replicas, or use one replica",
-            )
+    if len(ways) == 1:
+        return tuple(sorted(stage.devices[place] for stage in stages)), True
+    return tuple(sorted(device for stage in stages for device in stage.devices)), False
 
 
 def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from ..cluster import CPU_CORE, LOOPBACK
 from ..errors import PlanError
 from ..model import Block, ModelGraph
-from ..plan import Plan, Replica, Sharding, Stage
+from ..plan import Plan, Replica, Sharding, Stage, check_rows
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
@@ -145,6 +145,7 @@ def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
         for replica in plan.replicas
     )
     bare = msgspec.structs.replace(plan, replicas=tuple(open_stages), shardings=())
+    check_rows(bare, traced.graph)
     return complete(bare, traced, rows, pins_of(plan, first))
 
 

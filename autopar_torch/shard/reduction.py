@@ -117,7 +117,7 @@ def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: 
 
 def _alike(plan: Plan) -> bool:
     """Whether all replicas run the same stages equally often."""
-    shapes = {(r.num_micro_batches, *((s.blocks, s.axes) for s in r.stages))
+    shapes = {(r.num_micro_batches, r.position_of, *((s.blocks, s.axes) for s in r.stages))
               for r in plan.replicas}
     return len(shapes) == 1
 

@@ -15,12 +15,13 @@ def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representati
     Only with datasheets, whose devices share nothing and never change. Otherwise every rank is its
     own representative. If ZeRO cuts a parameter unevenly, a representative has the largest piece.
     """
+    themselves = {rank: rank for rank in range(profile.cluster.num_devices)}
     if not (_apart(profile) and _equal(plan, profile.cluster, num_rows)):
-        return {rank: rank for rank in plan.devices}
+        return themselves
     first = plan.replicas[0]
-    return {rank: ahead.devices[0] for replica in plan.replicas
-            for stage, ahead in zip(replica.stages, first.stages, strict=True)
-            for rank in stage.devices}
+    return themselves | {rank: ahead.devices[0] for replica in plan.replicas
+                         for stage, ahead in zip(replica.stages, first.stages, strict=True)
+                         for rank in stage.devices}
 
 
 def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:

@@ -311,9 +311,8 @@ class StepTasks:
         for rank, sums in self.reduced.items():
             after = (*sums, self.last[rank])
             self.last[rank] = self._add(Task("wait", 0.0, {}, after, (rank,), COMM))
-        devices = self.costs.plan.devices
-        if len(devices) > 1:
-            self._together(devices, "loss", "sum", 4.0)
+        if len(self.costs.everyone) > 1:
+            self._together(self.costs.everyone, "loss", "sum", 4.0)
         for cost in self._all_ranks():
             over = self.costs.overheads(cost.rank)
             update = (cost.owned_bytes * over.update_s_per_byte
