@@ -309,13 +309,6 @@ def check_rows(plan: Plan, graph: ModelGraph) -> None:
             'layers in eval mode; or allow them, with constraints={"batch_statistics": "local"}, '
             "to look at the rows of one part, as DistributedDataParallel does",
         )
-    again = {stage.recompute for replica in plan.replicas for stage in replica.stages}
-    joined = any(kind.couples_rows and not kind.mutates for kind in graph.kinds.values())
-    if joined and len(again) > 1 and len(plan.replicas) > 1:
-        raise PlanError(
-            f"{', '.join(graph.coupled)} uses statistics of the whole batch, which some stages "
-            "would join with the others again in backward, but not all", where="Plan.replicas[*]"
-            ".stages[*].recompute", fix="recompute in all stages, or in none")
 
 
 def peers(plan: Plan, graph: ModelGraph, block: int, rank: int) -> tuple[tuple[int, ...], bool]:

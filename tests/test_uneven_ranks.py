@@ -1,11 +1,16 @@
-"""Uneven plans on 2 to 4 ranks against one process: three steps, norms, state dicts, checkpoints."""
+"""Uneven plans on 2 to 5 ranks, each against one process: training, norms, state, checkpoints."""
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 import autopar_torch as ap
@@ -13,9 +18,10 @@ import oracle
 import zoo
 from autopar_torch.plan import Plan, Replica, Stage
 from autopar_torch.run import world
-from oracle import TOLERANCE
+from ranks import run_ranks
 
 ROWS = 8
+BFLOAT16 = 2**-8  # its rounding: gradients of a micro-batch are rounded before they are added
 
 
 class Untied(zoo.NanoGPT):
@@ -27,116 +33,167 @@ class Untied(zoo.NanoGPT):
 zoo.OWN["untied"] = Untied, zoo.MODELS["nanogpt"][1]
 
 
-def chain(*groups: str, blocks: tuple[int, ...] = (), micro: int = 1, rows: int | None = None,
-          recompute: bool = False) -> Replica:
-    """A replica with a stage per group of devices (`01`), which end at these of the 6 blocks."""
-    ends = (0, *blocks, 6)
-    return Replica(tuple(
-        Stage(tuple(map(int, group)), (ends[i], ends[i + 1]) if blocks else None,
-              recompute=recompute)
-        for i, group in enumerate(groups)), micro, rows)
+def chain(*groups: str, ends: tuple[int, ...] = (), micro: int = 1, rows: int | None = None,
+          recompute: bool = False, mesh: tuple[int, ...] = ()) -> Replica:
+    """A replica with a stage per group of devices (`01`), which end at these of the 6 blocks;
+    `mesh`: of its first stage."""
+    borders = (0, *ends, 6)
+    stages = (Stage(tuple(map(int, group)), borders[i : i + 2] if ends else None,  # type: ignore[arg-type]
+                    () if i else mesh, recompute) for i, group in enumerate(groups))
+    return Replica(tuple(stages), micro, rows)
 
 
 def plan(*replicas: Replica, **settings: Any) -> Plan:
     return Plan(replicas, **settings)
 
 
-SHARES = chain("0", micro=3), chain("1")
-ROW_SHARES = chain("0", rows=3), chain("1", rows=1)
-BORDERS = chain("0", "1", blocks=(1,), micro=2)
-WIDTHS = chain("01"), chain("2")
-DEPTHS = chain("0", "1", micro=2, rows=2), chain("2", micro=2, rows=1)
-DEPTH3 = chain("0", "1", "2", micro=2), chain("3")
+def with_zero(name: str, own: Plan) -> dict[str, Plan]:
+    return {f"{name}, ZeRO {zero}": replace(own, zero=zero) for zero in range(4)}
 
-BATCH_NORM: dict[int, dict[str, Plan]] = {
-    2: {"rows 3:1": plan(*ROW_SHARES, zero=1)},
-    3: {"tp2 + tp1": plan(*WIDTHS), "rows, tp2 + tp1": plan(chain("01", rows=3), chain("2", rows=1)),
-        "pp2 + pp1": plan(chain("0", "1", rows=2), chain("2", rows=1), zero=1),
-        "tp2|tp1": plan(chain("01", "2")),
-        "idle": plan(chain("0", rows=3), chain("2", rows=1))},
-    4: {"pp3 + pp1": plan(chain("0", "1", "2"), chain("3")),
-        "pp2 + pp2, other borders": plan(chain("0", "1", blocks=(1,)), chain("2", "3", blocks=(4,))),
-        "tp3 + tp1": plan(chain("012"), chain("3")),
-        "tp2|tp1 + tp1": plan(chain("01", "2"), chain("3")),
-        "tp2 + tp2, one alone": plan(chain("01", rows=5), chain("23", rows=1))},
-}
+
+SHARES = plan(chain("0", micro=3), chain("1"))
+ROW_SHARES = plan(chain("0", rows=3, micro=2), chain("1", rows=1, micro=2))
+WIDTHS = plan(chain("01", rows=3), chain("2", rows=1))
+DEPTHS = plan(chain("0", "1", micro=2, rows=2), chain("2", micro=2, rows=1))
+DEEPER = plan(chain("0", "1", "2", micro=2), chain("3"))
+IDLE = plan(chain("0", rows=3), chain("2", rows=1))
+
+# Ranks -> plans of the GPTs.
 PLANS: dict[int, dict[str, Plan]] = {
-    2: {"replicas 3:1": plan(*SHARES),
-        "rows 3:1": plan(*ROW_SHARES),
-        "stages 1|5": plan(BORDERS),
-        "stages 5|1, zero bubble": plan(chain("0", "1", blocks=(5,), micro=3),
+    2: {**with_zero("replicas 3:1", SHARES), **with_zero("rows 3:1", ROW_SHARES),
+        "stages 1|5": plan(chain("0", "1", ends=(1,), micro=2)),
+        "stages 5|1, zero bubble": plan(chain("0", "1", ends=(5,), micro=3),
                                         schedule="zero_bubble"),
-        **{f"replicas 3:1, ZeRO {zero}": plan(*SHARES, zero=zero) for zero in (1, 2, 3)},
-        **{f"rows 3:1, ZeRO {zero}": plan(*ROW_SHARES, zero=zero) for zero in (1, 2, 3)},
-        "one recomputes": plan(chain("0", recompute=True), chain("1"), zero=1),
-        **{f"idle 0, ZeRO {zero}": plan(chain("1", micro=2), zero=zero) for zero in (0, 3)}},
-    3: {"tp2 + tp1": plan(*WIDTHS), "pp2 + pp1": plan(*DEPTHS),
+        **with_zero("one recomputes", plan(chain("0", recompute=True, micro=2),
+                                           chain("1", micro=2))),
+        "0 idles, ZeRO 3": plan(chain("1", micro=2), zero=3)},
+    3: {**with_zero("tp2 + tp1", WIDTHS), **with_zero("pp2 + pp1", DEPTHS),
         "tp2|tp1": plan(chain("01", "2", micro=2)), "tp1|tp2": plan(chain("0", "12")),
-        **{f"tp2 + tp1, ZeRO {zero}": plan(*WIDTHS, zero=zero) for zero in (1, 2, 3)},
-        **{f"pp2 + pp1, ZeRO {zero}": plan(*DEPTHS, zero=zero) for zero in (1, 2, 3)},
-        "rows 5:2:1, ZeRO 3": plan(*(chain(f"{r}", micro=2, rows=n)
-                                     for r, n in enumerate((5, 2, 1))), zero=3),
-        "interleaved + one": plan(chain("0", "1", "0", "1", micro=2), chain("2", micro=2),
-                                  schedule="interleaved", zero=2),
-        **{f"idle 1, ZeRO {zero}": plan(chain("0", rows=3), chain("2", rows=1), zero=zero)
-           for zero in (0, 1, 2, 3)},
-        "idle 0, pp2": plan(chain("2", "1", micro=2), zero=1)},
-    4: {"pp3 + pp1": plan(*DEPTH3), "tp3|tp1": plan(chain("012", "3")),
-        **{f"pp3 + pp1, ZeRO {zero}": plan(*DEPTH3, zero=zero) for zero in (1, 2, 3)},
+        "rows 2:1:1, ZeRO 3": plan(*(chain(f"{r}", micro=2, rows=n)
+                                     for r, n in enumerate((2, 1, 1))), zero=3),
+        "interleaved + one, ZeRO 2": plan(chain("0", "1", "0", "1", micro=2),
+                                          chain("2", micro=2), schedule="interleaved", zero=2),
+        "the same stages in other places, ZeRO 3": plan(
+            *(chain(*at, ends=(1, 3, 5), micro=2) for at in ("0101", "2222")),
+            schedule="interleaved", zero=3),
+        **with_zero("1 idles", IDLE), "0 idles, pp2": plan(chain("2", "1", micro=2), zero=1)},
+    4: {**with_zero("pp3 + pp1", DEEPER), "tp3|tp1": plan(chain("012", "3")),
         "tp3 + tp1": plan(chain("012", rows=3), chain("3", rows=1), zero=1),
-        "tp2 pp2 + pp1": plan(chain("01", "2", rows=5), chain("3", rows=3), zero=2),
+        "tp2|pp + pp1": plan(chain("01", "2", rows=5), chain("3", rows=3), zero=2),
         "pp2 + pp2, other borders, ZeRO 3": plan(
-            chain("0", "1", blocks=(1,), micro=2, rows=3),
-            chain("2", "3", blocks=(4,), micro=2, rows=1), zero=3)},
+            chain("0", "1", ends=(1,), micro=2, rows=3),
+            chain("2", "3", ends=(4,), micro=2, rows=1), zero=3)},
+    5: {"2x2|1": plan(chain("0123", "4", mesh=(2, 2))),
+        "2x2 + 1": plan(chain("0123", rows=3, mesh=(2, 2)), chain("4", rows=1), zero=1),
+        "tp3 + tp2": plan(chain("012", rows=3), chain("34", rows=2))},
 }
-
-def other(num_ranks: int) -> Plan:
-    return Plan.uniform(dp=num_ranks, zero=2)
-
-
-_folders = count()
-
-
-def checked(name: str, own: Plan, base: str) -> dict[str, float]:
-    """Worst relative differences: trained, and gone on with from a checkpoint."""
-    found = oracle.compare(name, own, True, ROWS)
-    state, batches = {}, [zoo.batch(name, ROWS, seed, True) for seed in range(3)]
-    folder = f"{base}/{next(_folders)}"
-    for way in (own, own, other(len(found) and torch.distributed.get_world_size())):
-        model = ap.parallelize(zoo.build(name, seed=bool(state)), batches[0], plan=way)
-        opt = oracle.optimizer(model.parameters())
-        for batch in [] if state else batches[:2]:
-            step(model, opt, batch)
-        if state:
-            model.load(folder, opt)
-        else:
-            model.save(folder, opt)
-        step(model, opt, batches[2])
-        now = {**model.state_dict(), **{
-            f"{i} {k}": v for i, s in opt.state_dict()["state"].items() for k, v in s.items()}}
-        state = state or now
-        assert set(state) == set(now)
-        found[f"loaded into {'itself' if way is own else 'another'}"] = max(
-            float((now[k] - v).abs().max()) for k, v in state.items())
-    return found
+# And of a network with batch normalisation, whose channels tensor axes cut.
+CONV: dict[int, dict[str, Plan]] = {
+    2: {"rows 3:1": plan(chain("0", rows=3), chain("1", rows=1), zero=1)},
+    3: {"tp2 + tp1": WIDTHS, "pp2 + pp1": plan(chain("0", "1", rows=2), chain("2", rows=1), zero=1),
+        "tp2|tp1": plan(chain("01", "2")), "1 idles": IDLE},
+    4: {"pp3 + pp1": plan(chain("0", "1", "2"), chain("3")),
+        "pp2 + pp2, other borders": plan(chain("0", "1", ends=(1,)), chain("2", "3", ends=(4,))),
+        "tp2|tp1 + tp1": plan(chain("01", "2"), chain("3")),
+        "tp2 + tp2": plan(chain("01", rows=5), chain("23", rows=1))},
+    5: {"2x2 + 1": plan(chain("0123", mesh=(2, 2)), chain("4")),
+        "tp3 + tp2": plan(chain("012", rows=3), chain("34", rows=2))},
+}
+HALF = ("replicas 3:1, ZeRO 0", "rows 3:1, ZeRO 3", "tp2 + tp1, ZeRO 1", "pp2 + pp1, ZeRO 2",
+        "tp2|tp1", "pp3 + pp1, ZeRO 3", "tp3|tp1")
+QUICK = ("nanogpt: replicas 3:1, ZeRO 0", "untied: rows 3:1, ZeRO 2", "nanogpt: stages 1|5",
+         "resnet: rows 3:1", "half: rows 3:1, ZeRO 3", "nanogpt: 0 idles, ZeRO 3",
+         "untied: tp2 + tp1, ZeRO 1", "nanogpt: pp2 + pp1, ZeRO 3", "nanogpt: tp2|tp1",
+         "nanogpt: 1 idles, ZeRO 1", "resnet: tp2 + tp1", "resnet: pp2 + pp1")
 
 
-def step(model: Any, opt: torch.optim.Optimizer, batch: zoo.Batch) -> None:
-    oracle.loss_of(model(**batch)).backward()
-    opt.step()
-    opt.zero_grad()
+def cases(quick: bool) -> list[tuple[int, str]]:
+    every = [(size, f"{model}: {name}") for size in PLANS for model, plans in (
+        ("nanogpt", PLANS), ("untied", PLANS), ("resnet", CONV),
+        ("half", {size: dict.fromkeys(name for name in HALF if name in PLANS[size])}),
+    ) for name in plans[size]]
+    return [(size, case) for size, case in every if (size < 4 and case in QUICK) == quick]
 
 
-def check(cases: list[str], base: str) -> dict[str, str]:
-    """Case -> what is wrong."""
-    rank, size = world.start()
+@pytest.mark.parametrize(("size", "case"), cases(quick=True))
+def test_uneven_plans_are_right(size: int, case: str) -> None:
+    assert _checked(size, quick=True)[case] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("size", "case"), cases(quick=False))
+def test_more_uneven_plans_are_right(size: int, case: str) -> None:
+    assert _checked(size, quick=False)[case] == ""
+
+
+@functools.cache
+def _checked(size: int, quick: bool) -> dict[str, str]:
+    own = [case for ranks, case in cases(quick) if ranks == size]
+    with tempfile.TemporaryDirectory() as folder:
+        each = run_ranks(size, "test_uneven_ranks:check", own, folder, timeout_s=1700)
+    return {case: "\n".join(dict.fromkeys(found[case] for found in each if found[case]))
+            for case in own}
+
+
+def check(names: list[str], folder: str) -> dict[str, str]:
+    """On one rank: case -> what is wrong."""
+    world.start()
     torch.set_num_threads(1)
     wrong = {}
-    for case in cases:
-        name, _, text = case.partition(": ")
+    for place, case in enumerate(names):
+        model, _, name = case.partition(": ")
+        own = (CONV if model == "resnet" else PLANS)[dist.get_world_size()][name]
+        limit = BFLOAT16 if model == "half" else oracle.TOLERANCE
         try:
-            found = checked(name, (BATCH_NORM if name == 'resnet' else PLANS)[size][text], base)
-            wrong[case] = str({k: v for k, v in found.items() if not v <= TOLERANCE} or "")
+            found = in_half(own) if model == "half" else oracle.compare(model, own, True, ROWS)
+            found |= gone_on("nanogpt" if model == "half" else model, own, f"{folder}/{place}")
+            wrong[case] = str({k: v for k, v in found.items() if not v <= limit} or "")
         except Exception as error:
             wrong[case] = f"{type(error).__name__}: {error}"
     return wrong
+
+
+def in_half(own: Plan) -> dict[str, float]:
+    """Beside one device in bfloat16."""
+    found = []
+    for way in (own, plan(chain("0"))):
+        model = ap.parallelize(zoo.build("nanogpt"), plan=replace(way, precision="bfloat16"))
+        losses, norms = oracle.train(model, model.clip_grad_norm_, "nanogpt", True)
+        found.append({**model.state_dict(), "losses": torch.tensor(losses),
+                      "norms": torch.tensor(norms)})
+    return _apart(*found)
+
+
+def gone_on(name: str, own: Plan, folder: str) -> dict[str, float]:
+    """Saved after two steps, and loaded into the same plan and into another: how far the third step
+    leads from where it led."""
+    batches, states, numbers = [zoo.batch(name, ROWS, s, True) for s in range(3)], [], count()
+    for way in (own, own, Plan.uniform(dp=dist.get_world_size(), zero=2)):
+        model = ap.parallelize(zoo.build(name, next(numbers)), batches[0], plan=way)
+        opt = oracle.optimizer(model.parameters())
+        if states:
+            model.load(folder, opt)
+        else:
+            _train(model, opt, batches[:2])
+            model.save(folder, opt)
+        _train(model, opt, batches[2:])
+        of_opt = opt.state_dict()["state"].items()
+        states.append({**model.state_dict(),
+                       **{f"{i} {key}": v for i, own in of_opt for key, v in own.items()}})
+    return {f"loaded into {where}": max(_apart(states[0], other).values())
+            for where, other in zip(("itself", "another"), states[1:], strict=True)}
+
+
+def _train(model: Any, opt: torch.optim.Optimizer, batches: list[zoo.Batch]) -> None:
+    for batch in batches:
+        oracle.loss_of(model(**batch)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Differences, relative to the largest number of each (of small ones: to 1)."""
+    assert set(one) == set(other)
+    return {k: float((one[k].double() - v.double()).abs().max()) / max(1.0, float(v.abs().max()))
+            for k, v in other.items()}

@@ -74,7 +74,7 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     meshes = {stage.axes for replica in whole.replicas for stage in replica.stages}
     device = slowest(place)
     prices = {m: Prices(device, _links(place, m), 0.0, rows) for m in meshes if m != (1,)}
-    whole = complete(whole, traced, rows, priced=prices[max(prices)] if prices else None)
+    whole = complete(whole, traced, rows, priced=prices)
     verify.check(whole, traced)
     needs = dict.fromkeys(block_needs(whole, traced.graph, num_rows))
     costs = [_costs(need, traced, k, own, prices)

@@ -309,10 +309,10 @@ class StepTasks:
     def _finish(self) -> None:
         """Each rank waits for its sums and the loss, then its optimizer runs."""
         for rank, sums in self.reduced.items():
-            after = (*sums, self.last[rank])
+            after = (*sums, *([self.last[rank]] if rank in self.last else []))
             self.last[rank] = self._add(Task("wait", 0.0, {}, after, (rank,), COMM))
         if len(self.costs.everyone) > 1:
-            self._together(self.costs.everyone, "loss", "sum", 4.0)
+            self._together(tuple(self.costs.everyone), "loss", "sum", 4.0)
         for cost in self._all_ranks():
             over = self.costs.overheads(cost.rank)
             update = (cost.owned_bytes * over.update_s_per_byte
