@@ -43,7 +43,10 @@ class Sharding(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True):
-    """A range of blocks on a group of devices, arranged as a mesh of one or two tensor axes."""
+    """A range of blocks on a group of devices, arranged as a mesh of one or two tensor axes.
+
+    `share`: how much of a parameter each device keeps under ZeRO, beside the others that cut it.
+    """
 
     devices: Annotated[tuple[Rank, ...], Meta(min_length=1)]
     blocks: tuple[Index, Index] | None = None  # first, end; None: balanced when the plan is applied
@@ -51,6 +54,7 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: bool = False
     # Per block: index into Plan.shardings, -1: whole.
     shardings: tuple[Annotated[int, Meta(ge=-1, le=2**31)], ...] | None = None
+    share: tuple[Count, ...] = ()  # per device; (): one each
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -274,6 +278,9 @@ def _check_stage(stage: Stage, meshes: dict[tuple[int, ...], tuple[int, ...]], w
     if math.prod(axes) != len(devices) or len(axes) > 2 or min(axes) < 2 <= len(devices):
         raise PlanError(f"mesh {axes} does not arrange {len(devices)} devices on one or two axes "
                         "of at least two", where=f"{where}.mesh")
+    if len(stage.share) not in (0, len(devices)):
+        raise PlanError(f"{len(stage.share)} shares for {len(devices)} devices",
+                        where=f"{where}.share", fix="give one per device, or none")
     if meshes.setdefault(devices, axes) != axes:
         raise PlanError(
             f"devices {devices} are a mesh of {axes}, and of {meshes[devices]} in an earlier stage",

@@ -19,7 +19,7 @@ import oracle
 import zoo
 from autopar_torch.cluster import named
 from autopar_torch.errors import PlanError
-from autopar_torch.plan import Plan, check
+from autopar_torch.plan import Plan, Replica, Stage, check
 from autopar_torch.run.sharded import local
 from nets import near, refused
 from test_uneven_ranks import DEPTHS, IDLE, WIDTHS, chain, plan
@@ -29,6 +29,7 @@ PLANS = {"idle": IDLE, "0 idles, ZeRO 3": plan(chain("1"), chain("2"), zero=3),
          "rows 5:2:1, ZeRO 3": plan(*(chain(f"{r}", rows=n, micro=2)
                                       for r, n in enumerate((5, 2, 1))), zero=3),
          "shares 2:1:1, ZeRO 2": plan(chain("0", micro=2), chain("1"), chain("2"), zero=2)}
+SHARED = plan(chain("0", share=1), chain("1", share=1), chain("2", share=2), zero=2)
 REPLICAS = [name for name, own in PLANS.items() if own not in (DEPTHS, WIDTHS)]
 
 
@@ -208,6 +209,14 @@ def claim_an_idle_rank_holds_and_computes_nothing() -> None:
     assert model.measure(*nets.batch()).ranks == [0, 1, 2]
 
 
+def claim_pieces_are_as_large_as_their_shares() -> None:
+    model = ap.parallelize(Net(), plan=SHARED)
+    model(*nets.batch()).backward()
+    kept = sum(local(p).numel() for p in model.parameters())
+    parts = [own / sum(model.world.gather(kept)) for own in model.world.gather(kept)]
+    assert near(parts, [0.25, 0.25, 0.5], 0.05)
+
+
 def claim_an_output_with_the_batch_in_two_dims_is_right_where_one_replica_has_all_rows() -> None:
     class Products(nn.Module):
         def __init__(self) -> None:
@@ -252,6 +261,13 @@ def test_an_idle_device_is_priced_as_a_part_in_the_sum_of_the_loss() -> None:
     assert two.step_s < four.step_s < two.step_s + 1e-4
     assert [m.peak_bytes > m.fixed for m in four.memory] == [False, True, False, True]
     assert {span.name for span in four.of(0)} == {"loss"}
+
+
+def test_pieces_are_priced_by_their_shares() -> None:
+    first, second, third = (m.optimizer for m in simulated(SHARED, 3).memory)
+    assert first == second and near(third, 2 * first, 0.05)
+    with pytest.raises(PlanError, match="2 shares for 1 devices"):
+        check(plan(Replica((Stage((0,), share=(1, 2)),))), 1)
 
 
 def test_meshes_of_other_stages_are_priced_each_by_its_own_links() -> None:

@@ -65,5 +65,5 @@ def _shape(replica: Replica, cluster: Cluster) -> tuple[object, ...]:
     places = tuple((cluster.node_of[stage.devices[0]] - start,
                     *(cluster.class_of[rank] for rank in stage.devices))
                    for stage in replica.stages)
-    programs = tuple((s.blocks, s.mesh, s.recompute, s.shardings) for s in replica.stages)
+    programs = tuple((s.blocks, s.mesh, s.recompute, s.shardings, s.share) for s in replica.stages)
     return places, programs, replica.position_of, replica.num_micro_batches
