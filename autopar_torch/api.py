@@ -313,7 +313,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
     if parallel.world.rank == 0:
-        _tell(plan, traced)
+        _tell(plan, traced, parallel.world.size)
 
 
 def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, error: TraceError,
@@ -365,9 +365,11 @@ def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) ->
     return place.told(place.jointly(complete), Plan)
 
 
-def _tell(plan: Plan, traced: Traced) -> None:
+def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:
     """Log what will run, and what cannot be split."""
-    log.info("training with: %s", plan.describe())
+    idle = plan.idle(num_devices)
+    log.log(logging.WARNING if idle else logging.INFO, "training with: %s",
+            plan.describe(num_devices))
     if len(plan.replicas) > 1 or plan.num_micro_batches > len(plan.replicas):
         if tested := traced.graph.tested:
             log.info("the batch is shared out, as few rows gave the same together and apart "

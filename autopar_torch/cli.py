@@ -168,7 +168,7 @@ def _run(options: argparse.Namespace) -> int:
     """torchrun, a process per device of the plan; `parallelize` reads AUTOPAR_PLAN."""
     from .plan import load_plan
 
-    count = len(load_plan(options.plan).devices)
+    count = load_plan(options.plan).devices[-1] + 1
     rest = options.rest[options.rest[:1] == ["--"] :]
     start = [] if any("nproc" in a or "nnodes" in a for a in rest) else [
         "--standalone", "--nproc-per-node", str(count)]

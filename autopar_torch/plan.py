@@ -43,7 +43,10 @@ class Sharding(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True):
-    """A range of blocks on a group of devices, arranged as a mesh of one or two tensor axes."""
+    """A range of blocks on a group of devices, arranged as a mesh of one or two tensor axes.
+
+    `share`: how much of a parameter each device keeps under ZeRO, beside the others that cut it.
+    """
 
     devices: Annotated[tuple[Rank, ...], Meta(min_length=1)]
     blocks: tuple[Index, Index] | None = None  # first, end; None: balanced when the plan is applied
@@ -51,6 +54,7 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: bool = False
     # Per block: index into Plan.shardings, -1: whole.
     shardings: tuple[Annotated[int, Meta(ge=-1, le=2**31)], ...] | None = None
+    share: tuple[Count, ...] = ()  # per device; (): one each
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -83,6 +87,7 @@ class Replica(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return tuple(self.positions.index(stage.devices) for stage in self.stages)
 
 
+IDLE = Replica(())  # of a device that has no part in a plan
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -172,6 +177,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         stages = (stage for replica in self.replicas for stage in replica.stages)
         return tuple(sorted({device for stage in stages for device in stage.devices}))
 
+    def idle(self, num_devices: int = 0) -> tuple[int, ...]:
+        """Devices, of so many, that have no part in the plan."""
+        used = self.devices
+        return tuple(sorted(set(range(max(num_devices, used[-1] + 1))) - set(used)))
+
+    def replica_of(self, device: int) -> int | None:
+        """The number of the replica that a device is in, if it is in one."""
+        return next((r for r, replica in enumerate(self.replicas)
+                     if any(device in group for group in replica.positions)), None)
+
     @property
     def num_micro_batches(self) -> int:
         return sum(replica.num_micro_batches for replica in self.replicas)
@@ -196,13 +211,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         return [[span for span in itertools.islice(spans, count) if span[1] > span[0]]
                 for count in counts]
 
-    def describe(self) -> str:
-        """One line a person can read; stages that follow each other are joined by `-`."""
+    def describe(self, num_devices: int = 0) -> str:
+        """One line a person can read; stages that follow each other are joined by `-`. With the
+        number of devices there are, it names those that idle."""
         shapes = ["-".join("x".join(map(str, stage.axes)) for stage in replica.stages)
                   + f" device(s), {replica.num_micro_batches} micro-batch(es)"
+                  + (f", {replica.rows} share(s) of the rows" if replica.rows else "")
                   for replica in self.replicas]
         shape = " | ".join(shapes if len(set(shapes)) > 1 else shapes[:1])
         tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
+        if idle := self.idle(num_devices):
+            tail += f"; idle: {_short(idle)}"
         return f"{len(self.replicas)} replica(s) of stages on {shape}; {tail} ({self.reason})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -225,14 +244,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
-    """Refuse a plan that cannot run on so many devices, before anything is communicated."""
-    if plan.devices != tuple(range(world_size)):
+    """Refuse a plan that cannot run on so many devices, before anything is communicated. Those
+    that it does not name will idle."""
+    if plan.devices[-1] >= world_size:
         raise PlanError(
             f"the plan names {len(plan.devices)} devices {_short(plan.devices)}, "
             f"but {there} {world_size} (0 to {world_size - 1})",
             where="Plan.replicas[*].stages[*].devices",
-            fix=f"take {len(plan.devices)} (torchrun --nproc-per-node), or choose degrees whose "
-            f"product tp x pp x dp is {world_size}",
+            fix=f"take {plan.devices[-1] + 1} (torchrun --nproc-per-node), or choose degrees whose "
+            f"product tp x pp x dp is at most {world_size}",
         )
     owner: dict[int, tuple[int, tuple[int, ...]]] = {}
     for r, replica in enumerate(plan.replicas):
@@ -258,6 +278,9 @@ def _check_stage(stage: Stage, meshes: dict[tuple[int, ...], tuple[int, ...]], w
     if math.prod(axes) != len(devices) or len(axes) > 2 or min(axes) < 2 <= len(devices):
         raise PlanError(f"mesh {axes} does not arrange {len(devices)} devices on one or two axes "
                         "of at least two", where=f"{where}.mesh")
+    if len(stage.share) not in (0, len(devices)):
+        raise PlanError(f"{len(stage.share)} shares for {len(devices)} devices",
+                        where=f"{where}.share", fix="give one per device, or none")
     if meshes.setdefault(devices, axes) != axes:
         raise PlanError(
             f"devices {devices} are a mesh of {axes}, and of {meshes[devices]} in an earlier stage",
@@ -271,7 +294,14 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
     for r, replica in enumerate(replicas):
         for s, stage in enumerate(replica.stages):
             _check_shardings(plan, stage, graph, f"Plan.replicas[{r}].stages[{s}].shardings")
-    split = any(replica.num_micro_batches > 1 for replica in replicas)
+    whole = msgspec.structs.replace(plan, replicas=replicas)
+    check_rows(whole, graph)
+    return whole
+
+
+def check_rows(plan: Plan, graph: ModelGraph) -> None:
+    """Refuse to share out rows that the model has to see together."""
+    split = any(replica.num_micro_batches > 1 for replica in plan.replicas)
     if graph.writes and split and not graph.coupled:
         block = next(b.name for b in graph.blocks if b.kind in graph.writes)
         raise PlanError(f"{block} changes a buffer in forward, once a step, so micro-batches would "
@@ -286,35 +316,20 @@ def fit(plan: Plan, graph: ModelGraph) -> Plan:
             'layers in eval mode; or allow them, with constraints={"batch_statistics": "local"}, '
             "to look at the rows of one part, as DistributedDataParallel does",
         )
-    return msgspec.structs.replace(plan, replicas=replicas)
 
 
-def peers(plan: Plan, block: int, rank: int) -> tuple[int, ...]:
-    """The ranks that have this rank's place in the stages with this block, one per replica."""
+def peers(plan: Plan, graph: ModelGraph, block: int, rank: int) -> tuple[tuple[int, ...], bool]:
+    """The ranks with which a rank joins statistics of batches in a block, if any. If all replicas
+    cut the block alike (then the second is True): those at its place, else all that have it."""
     stages = [next(s for s in replica.stages if s.blocks and s.blocks[0] <= block < s.blocks[1])
               for replica in plan.replicas]
+    if len(stages) == 1 or not graph.kind_of(block).couples_rows:
+        return (), True
+    ways = {(s.axes, own.key if (own := plan.sharding(s, block)) else "") for s in stages}
     place = next(s.devices.index(rank) for s in stages if rank in s.devices)
-    if len(stages) == 1 or len({s.axes for s in stages}) > 1:
-        return ()
-    return tuple(stage.devices[place] for stage in stages)
-
-
-def check_joint(plan: Plan, graph: ModelGraph) -> None:
-    """Replicas can join the statistics of a block only where all of them cut it alike."""
-    for b, block in enumerate(graph.blocks):
-        coupled = graph.kinds[block.kind].couples_rows
-        stages = [s for replica in plan.replicas for s in replica.stages
-                  if coupled and s.blocks and s.blocks[0] <= b < s.blocks[1]]
-        keys = {(s.axes, own.key if (own := plan.sharding(s, b)) else "") for s in stages}
-        if len(keys) > 1:
-            meshes = ", ".join(sorted({"x".join(map(str, axes)) for axes, _ in keys}))
-            raise PlanError(
-                f"{', '.join(coupled)} of block {block.name} uses statistics of the whole batch, "
-                f"but the replicas cut it in different ways (on meshes {meshes})",
-                where="Plan.replicas[*].stages[*]",
-                fix="give the stages that have this block the same mesh and sharding in all "
-                "replicas, or use one replica",
-            )
+    if len(ways) == 1:
+        return tuple(sorted(stage.devices[place] for stage in stages)), True
+    return tuple(sorted(device for stage in stages for device in stage.devices)), False
 
 
 def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:

@@ -369,7 +369,7 @@ def test_rings_are_chosen_where_they_are_cheapest_and_never_where_forbidden() ->
         example = {key: torch.zeros(1, 4096, 4096) for key in "xy"}
         traced = trace(Tiny(width=4096), take_apart((), example)[0])
     plan = fit(Plan.uniform(tp=4), traced.graph)
-    found = {how: shardings.complete(plan, traced, 1, None, Prices(), how)
+    found = {how: shardings.complete(plan, traced, 1, None, {(4,): Prices()}, how)
              for how in ("free", "never", "always")}
     assert rings(found["free"]) and not rings(found["never"])
     cost = {how: sum(s.cost_s for s in plan.shardings) for how, plan in found.items()}

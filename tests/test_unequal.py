@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,15 +12,16 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.errors import SearchError
 from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Profile
 from autopar_torch.search.best import SAFETY, search
-from autopar_torch.search.shapes import Group, Lineup, Sharing, as_unequal_plan
-from autopar_torch.search.space import divisors
+from autopar_torch.search.shapes import Group, Lineup, Sharing, as_unequal_plan, placed
+from autopar_torch.search.space import Constraints, divisors
 from autopar_torch.search.unequal import search_unequal
 from autopar_torch.simulate import simulate
-from problems import Problem, unequal
+from problems import Problem, problem, unequal
 
 SOME = settings(deadline=None, max_examples=12)
 MANY = settings(deadline=None, max_examples=300)
@@ -100,8 +103,8 @@ def priced(problem: Problem, plan: Plan) -> float:
     profile: Profile = problem.profile.profile
     timeline = simulate(plan, problem.graph, profile, problem.num_rows)
     devices = profile.cluster.devices
-    over = {rank for rank, memory in zip(plan.devices, timeline.memory, strict=True)
-            if memory.peak_bytes * SAFETY > devices[rank].memory_bytes}
+    over = {rank for rank in plan.devices
+            if timeline.memory[rank].peak_bytes * SAFETY > devices[rank].memory_bytes}
     again = tuple(msgspec.structs.replace(r, stages=tuple(
         msgspec.structs.replace(s, recompute=s.recompute or bool(over & {*s.devices}))
         for s in r.stages)) for r in plan.replicas)
@@ -159,3 +162,43 @@ def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: in
 @MANY
 def test_the_search_finds_what_brute_force_finds_on_many_problems(seed: int) -> None:
     same_as_brute_force(seed, 3)
+
+
+def mixed_plan(draw: random.Random, given: Problem) -> tuple[Plan, Profile, int] | None:
+    """Several replicas of each of two shapes, on twelve devices of two classes."""
+    kinds = [Device(f"d{k}", 1e9, 1e9, 10**9) for k in range(2)]
+    cluster = Cluster(((kinds[0],) * 4, (kinds[1],) * 4, (kinds[0],) * 4), Link(1e-4, 1e7),
+                      Link(1e-3, 1e6))
+    cells = tuple(msgspec.structs.replace(cell, device=k) for k in range(2)
+                  for cell in given.profile.profile.cells)
+    profile = msgspec.structs.replace(given.profile.profile, cluster=cluster, cells=cells,
+                                      curves=())
+    groups = [Group(k, o, option.degree) for k in range(2)
+              for o, option in enumerate(given.options)]
+    lines = [(draw.choice(groups),) * draw.choice([1, 2]) for _ in range(draw.choice([1, 2]))]
+    shape = tuple(line for line in lines for _ in range(draw.choice([1, 2, 3])))
+    places, blocks = placed(shape, cluster), len(given.graph.blocks)
+    if places is None:
+        return None
+    cuts = [[blocks * p // len(line) for p in range(len(line) + 1)] for line in shape]
+    numbers = tuple(draw.choice([1, 2]) for _ in shape)
+    plan = as_unequal_plan(shape, places, cuts, Sharing(numbers, (2,) * len(shape)), given.options,
+                           Constraints(), "1f1b", draw.randrange(4) if len(shape) > 1 else 0,
+                           BUCKET_BYTES)
+    return plan, profile, 2 * sum(numbers)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=60)
+def test_one_replica_of_each_shape_stands_for_the_others(seed: int) -> None:
+    given = problem(seed)
+    if found := mixed_plan(random.Random(seed), given):
+        plan, profile, rows = found
+        short = simulate(plan, given.graph, profile, rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules["autopar_torch.simulate"], "representatives",
+                          lambda *_: {rank: rank for rank in range(12)})
+            whole = simulate(plan, given.graph, profile, rows)
+        assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
+        pairs = zip(short.memory, whole.memory, strict=True)
+        assert all(a.peak_bytes >= b.peak_bytes for a, b in pairs)

@@ -79,9 +79,9 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     groups: dict[tuple[int, ...], set[tuple[int, ...]]] = {(): set()}  # by mesh
     for stage in (stage for replica in whole.replicas for stage in replica.stages):
         groups.setdefault(stage.axes if len(stage.devices) > 1 else (), set()).add(stage.devices)
-    largest = max(groups)
-    prices = _slowest_prices(place, largest, groups[largest])._replace(rows=rows)
-    whole = complete(whole, traced, rows, priced=prices if largest else None)
+    whole = complete(whole, traced, rows, priced={
+        mesh: _slowest_prices(place, mesh, own)._replace(rows=rows)
+        for mesh, own in groups.items() if mesh})
     verify.check(whole, traced)
     needs = dict.fromkeys(block_needs(whole, traced.graph, num_rows))
     by_class = {mesh: _prices(place, mesh, own) for mesh, own in groups.items()}

@@ -137,7 +137,7 @@ def option(traced: Traced, mesh: tuple[int, ...], prices: Prices,
     stage = msgspec.structs.replace(bare.replicas[0].stages[0], blocks=(0, len(blocks)))
     replica = msgspec.structs.replace(bare.replicas[0], stages=(stage,))
     plan = complete(msgspec.structs.replace(bare, replicas=(replica,)), traced, prices.rows,
-                    priced=prices, spatial=spatial)
+                    priced={mesh: prices}, spatial=spatial)
     done: Stage = plan.replicas[0].stages[0]
     found = Option(mesh, tuple(plan.shardings[n] for n in done.shardings or ()))
     if spatial == "always" and not has_rings(found):

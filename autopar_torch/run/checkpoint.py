@@ -131,7 +131,7 @@ def _write(store: ParamStore, optimizer: Optimizer | None, path: Path) -> Writte
     for held, values in state:
         for key, value in values.items():
             if isinstance(value, Tensor):
-                name, first = f"optim.{held.name}.{key}", store.holdings[held.name][0].rank
+                name, first = f"optim.{held.name}.{key}", store.speaker(held.name)
                 cuts.append(_part(store, held, name, _own(value), True)
                             if isinstance(value, Sharded) else
                             _whole(name, value, first == store.world.rank))

@@ -125,7 +125,7 @@ class _Step:
         parallel.begin_step()
         if parallel.world.size == 1:
             return self._step(call, tensors, shares)
-        with parallel.numbers.drawing(), dropout_apart(parallel.replica):
+        with parallel.numbers.drawing(), dropout_apart(parallel.replica or 0):
             return self._step(call, tensors, shares)
 
     def _forward(self, call: Call, tensors: list[Tensor]) -> tuple[Form, dict[str, Tensor]]:
@@ -167,7 +167,7 @@ class _Step:
 
         def finish(upstream: Upstream) -> Grads:
             own = {n: piece_of(grad, places[n], span, num_rows) for n, grad in upstream.items()}
-            with world.doing("backward"), torch.enable_grad(), dropout_apart(parallel.replica):
+            with world.doing("backward"), torch.enable_grad(), dropout_apart(parallel.replica or 0):
                 check_alike(world, upstream)
                 mine = {n: grad.reshape(named[n].shape) for n, grad in own.items()
                         if grad is not None}

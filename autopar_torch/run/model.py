@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import RunError
 from ..guards import Guards
-from ..plan import Plan, check_joint, peers
+from ..model import ModelGraph
+from ..plan import IDLE, Plan, Replica, peers
 from ..search.best import Result
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
@@ -99,10 +100,8 @@ class ParallelModel(nn.Module):
               source: Callable[[str], Tensor | None]) -> None:
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         graph = traced.graph
-        check_joint(plan, graph)
         self.graph = graph
         self._take_place(plan)
-        self.world.make_groups(_axis_groups(plan))
         self.world.enter_channels(pair for replica in plan.replicas for pair in neighbours(replica))
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
@@ -115,9 +114,8 @@ class ParallelModel(nn.Module):
         self._first = traced, call
         self._programs[(call.key, True)] = [self._made(traced, plan)]
         self._seen_changes = self.burnt.number
-        group = next(s.devices for s in plan.replicas[self.replica].stages
-                     if self.world.rank in s.devices)
-        self.draw_as(min(group))
+        rank = self.world.rank
+        self.draw_as(min(next((g for g in self.own(plan).positions if rank in g), (rank,))))
 
     def adopt_untraced(self, plan: Plan, reason: str,
                        step: Callable[[Call, list[Tensor]], Any]) -> None:
@@ -127,13 +125,14 @@ class ParallelModel(nn.Module):
         self.draw_as(0)
 
     def _take_place(self, plan: Plan) -> None:
-        self._plan = plan
-        self.replica = next(r for r, replica in enumerate(plan.replicas)
-                            if any(self.world.rank in s.devices for s in replica.stages))
+        self._plan, self.replica = plan, plan.replica_of(self.world.rank)
+
+    def own(self, plan: Plan) -> Replica:
+        """The replica that this rank is in; one of no stages if it idles."""
+        return IDLE if self.replica is None else plan.replicas[self.replica]
 
     def _reducer(self) -> Reducer:
-        mine = [s for replica in self.plan.replicas for s in replica.stages
-                if self.world.rank in s.devices]
+        mine = [s for s in self.own(self.plan).stages if self.world.rank in s.devices]
         blocks = {b: list(self.graph.blocks[b].params.values())
                   for s in mine for b in range(*(s.blocks or (0, 0)))}
         return Reducer(self.store, blocks)
@@ -142,11 +141,6 @@ class ParallelModel(nn.Module):
         """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
         seed = self.world.told(torch.initial_seed(), int)
         self.numbers = OwnNumbers(seed, place, self.device)
-
-    def replica_axis(self, block: int) -> Any:
-        """The ranks that have this rank's place at a block in the other replicas."""
-        ranks = peers(self.plan, block, self.world.rank)
-        return self.world.axis(ranks) if ranks else None
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -214,8 +208,9 @@ class ParallelModel(nn.Module):
 
     def _made(self, traced: Traced, plan: Plan) -> Program:
         """An error while it is made on one rank is one on all, as the others would wait for it."""
+        self.world.make_groups(_axis_groups(plan, traced.graph))
         return self.world.jointly(lambda: Program(
-            traced, plan, plan.replicas[self.replica], self.store, self.replica_axis, self.burnt))
+            traced, plan, self.own(plan), self.store, self.burnt))
 
     def _follow(self) -> None:
         """Something in the module has changed: refuse what the plan cannot follow."""
@@ -263,13 +258,14 @@ class ParallelModel(nn.Module):
 
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""
-        spans = self.plan.micro_batches(num_rows)[self.replica]
+        place, rows = self.replica, self.plan.micro_batches(num_rows)
+        spans = [] if place is None else rows[place]
         return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
 
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for its replica: what that returns is taken from here."""
-        return self.plan.replicas[self.replica].stages[-1].devices[0] == self.world.rank
+        return any(s.devices[0] == self.world.rank for s in self.own(self.plan).stages[-1:])
 
     def _jointly(self, way: Callable[[str], contextlib.AbstractContextManager[None]],
                  name: str) -> contextlib.AbstractContextManager[None]:
@@ -373,11 +369,12 @@ def _frozen(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
 
 
-def _axis_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Every group of the tensor axes, and of equal places in all replicas."""
+def _axis_groups(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
+    """Every group of the tensor axes, and of ranks that join statistics of batches."""
     groups = []
     for stage in (stage for replica in plan.replicas for stage in replica.stages):
         for rank in stage.devices:
             groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-            groups += {peers(plan, block, rank) for block in range(*(stage.blocks or (0, 0)))}
+            groups += {peers(plan, graph, block, rank)[0]
+                       for block in range(*(stage.blocks or (0, 0)))}
     return [tuple(sorted(g)) for g in groups if g]

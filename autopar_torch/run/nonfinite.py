@@ -32,7 +32,8 @@ class NonFinite:
         self.world, self.on = world, on
         self.waiting, self.bad = list[_Seen](), False
 
-    def check(self, step: int, replica: int, total: Tensor, parts: Mapping[Rows, Tensor]) -> None:
+    def check(self, step: int, replica: int | None, total: Tensor,
+              parts: Mapping[Rows, Tensor]) -> None:
         """`parts`: what this rank alone has of the loss, by rows of the global batch."""
         if not self.on:
             return
@@ -41,7 +42,7 @@ class NonFinite:
         while self.waiting and (not self.waiting[0].arrival or self.waiting[0].arrival.query()):
             self._judge(replica, self.waiting.pop(0))
 
-    def _judge(self, replica: int, seen: _Seen) -> None:
+    def _judge(self, replica: int | None, seen: _Seen) -> None:
         total, *parts = seen.values.tolist()
         before, self.bad = self.bad, not math.isfinite(total)
         if before or not self.bad:
@@ -51,9 +52,10 @@ class NonFinite:
         if guilty or self.world.rank == 0:
             made = f"rows {', '.join(guilty)} made it" if guilty else (
                 "no rows of this replica made it; the rank that knows them says so")
-            log.warning("the loss of step %d is %s: %s (replica %d). Training goes on; "
+            place = "idle" if replica is None else f"replica {replica}"
+            log.warning("the loss of step %d is %s: %s (%s). Training goes on; "
                         "guards={\"nan\": False} leaves this out", seen.step, total, made,
-                        replica)
+                        place)
 
 
 def _on_its_way(step: int, values: Tensor, rows: tuple[Rows, ...]) -> _Seen:

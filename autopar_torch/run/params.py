@@ -91,6 +91,12 @@ class ParamStore:
         whole = ((0,) * len(held.shape), held.shape)
         return [(whole, local(value))] if self.world.rank == 0 else []
 
+    def speaker(self, name: str) -> int:
+        """The rank that saves what holders of a parameter have alike: one that has some of it."""
+        spread = self.spreads.get(name)
+        return (spread.atoms[0].holders if spread and spread.atoms
+                else (self.holdings[name][0].rank,))[0]
+
     def place(self, source: Callable[[str], Tensor | None]) -> None:
         """Fill every parameter with this rank's part of its full value."""
         for name, tensor in self.tensors.items():
@@ -195,7 +201,7 @@ class ParamStore:
         storage = held.leaf.untyped_storage()
         if storage.size() == 0:
             storage.resize_(held.leaf.numel() * held.leaf.element_size())
-        fill(held.leaf, held.share.rows, pieces)
+        fill(held.leaf, held.share.rows, pieces, held.share.sizes)
 
     def release(self, held: Held) -> None:
         """Free a gathered leaf; what autograd saved of it is filled again by `gather`."""
@@ -249,7 +255,7 @@ class GradBucket:
                 paste(target.view(held.shape), grad / holding.num_copies,
                       holding.boxes(held.shape))
             else:
-                copy_rows(target, grad.reshape(-1), held.share.piece)
+                copy_rows(target, grad.reshape(-1), held.share.piece, held.share.sizes)
         return flat
 
     def _taken(self, held: Held) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,12 +24,11 @@ class Program:
     """This rank's stages of a traced call, and its prologue."""
 
     def __init__(self, traced: Traced, plan: Plan, replica: Replica, store: ParamStore,
-                 replica_axis: Callable[[int], Any], burnt: Burnt) -> None:
+                 burnt: Burnt) -> None:
         world = store.world
         self.traced = traced
         self.stages = {
-            s: StageRunner(traced, plan, stage, store, world.tensor_axes(stage), replica_axis,
-                           store.device)
+            s: StageRunner(traced, plan, stage, store)
             for s, stage in enumerate(replica.stages) if world.rank in stage.devices
         }
         burnt.learn(traced.reads)
@@ -69,23 +67,24 @@ class Program:
     # --- what it returns ------------------------------------------------------------------------
 
     def addends(self, parts: Mapping[int, Mapping[str, Tensor]], rows: Sequence[tuple[int, int]],
-                num_rows: int, device: torch.device) -> dict[str, Tensor]:
+                in_one: bool, num_rows: int, device: torch.device) -> dict[str, Tensor]:
         """A tensor for each output, with the size of the whole batch: added up over all ranks they
-        are the output. `parts`: outputs of micro-batches that only this rank has."""
+        are the output. `parts`: outputs of micro-batches that only this rank has; `in_one`: there
+        is one micro-batch, of one replica."""
         found = {}
         for name in self.traced.outputs:
             own = {rows[mb]: values[name] for mb, values in parts.items()}
-            found[name] = self._addend(name, own, list(rows) == [(0, num_rows)], num_rows, device)
+            found[name] = self._addend(name, own, in_one, num_rows, device)
         return found
 
-    def _addend(self, name: str, parts: Mapping[tuple[int, int], Tensor], whole: bool,
+    def _addend(self, name: str, parts: Mapping[tuple[int, int], Tensor], in_one: bool,
                 num_rows: int, device: torch.device) -> Tensor:
         info, summed, dims = self.info(name), self._summed(name), self._dims(name)
         kind = getattr(torch, info.dtype)
         if kind.is_floating_point and summed:
             kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
         full = torch.zeros(info.at(num_rows), dtype=kind, device=device)
-        if len(dims) > 1 and not whole:
+        if len(dims) > 1 and not in_one:
             raise RunError(
                 "an output has the batch in more than one dim", where=name,
                 fix="do not return it, or use one replica and num_micro_batches=1",

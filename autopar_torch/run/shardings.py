@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from ..cluster import CPU_CORE, LOOPBACK
 from ..errors import PlanError
 from ..model import Block, ModelGraph
-from ..plan import Plan, Replica, Sharding, Stage
+from ..plan import Plan, Replica, Sharding, Stage, check_rows
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
@@ -35,8 +35,10 @@ def ordinary(num_axes: int, rows: int) -> Prices:
 
 
 def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
-             priced: Prices | None = None, spatial: Spatial = "free") -> Plan:
-    """The plan with a sharding for every block on several devices; given ones are kept."""
+             priced: Mapping[tuple[int, ...], Prices] | None = None,
+             spatial: Spatial = "free") -> Plan:
+    """The plan with a sharding for every block on several devices; given ones are kept. `priced`:
+    the prices on every mesh."""
     found = list(plan.shardings)  # each once
     replicas = []
     for replica in plan.replicas:
@@ -44,7 +46,8 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
         for group in groups(replica):
             if len(group) == len(stages) and all(s.shardings is not None for s in stages):
                 continue
-            own = priced or ordinary(len(stages[group[0]].axes), rows)
+            axes = stages[group[0]].axes
+            own = (priced or {}).get(axes) or ordinary(len(axes), rows)
             solved = _solve(traced, [stages[s] for s in group], own, whole_values(
                 traced.graph, replica, group), pins or {}, spatial)
             for sharding in solved:
@@ -139,12 +142,19 @@ def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
             f"{len(first.blocks)}", where="the stages' borders",
             fix="call the model with the same inputs as in training",
         )
+    if new := sorted(traced.graph.params.keys() - first.params.keys()):
+        raise PlanError(
+            f"this call of the model uses {new[0]}, which the first one did not, so the plan gives "
+            "it no place", where="parameters and buffers",
+            fix="make the first call, or example_inputs=, with the modules in the modes (train, "
+            "eval) and the branches that need it")
     open_stages = (
         msgspec.structs.replace(replica, stages=tuple(
             msgspec.structs.replace(stage, shardings=None) for stage in replica.stages))
         for replica in plan.replicas
     )
     bare = msgspec.structs.replace(plan, replicas=tuple(open_stages), shardings=())
+    check_rows(bare, traced.graph)
     return complete(bare, traced, rows, pins_of(plan, first))
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
-from ..plan import Plan, Stage
+from ..plan import Plan, Stage, peers
 from ..shard.collectives import Axis
 from ..shard.holdings import value_shape
 from ..shard.linear import WeightQueue
-from ..shard.lower import lower
+from ..shard.lower import Replicas, lower
 from ..trace import Traced
 from .params import Held, ParamStore
 
@@ -35,12 +35,9 @@ class PlacedBlock(NamedTuple):
 class StageRunner:
     """The blocks of one stage; programs are made per number of rows, when first needed."""
 
-    def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore,
-                 axes: Sequence[Axis], replicas: Callable[[int], Axis | None],
-                 device: torch.device) -> None:
+    def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore) -> None:
         self.traced, self.plan, self.stage, self.store = traced, plan, stage, store
-        self.axes, self.device = axes, device
-        self.peers = [replicas(block) for block in range(*(stage.blocks or (0, 0)))]
+        self.axes, self.device = store.world.tensor_axes(stage), store.device
         self.first, self.last = stage.blocks or (0, 0)
         graph = traced.graph
         self.arriving = graph.crossing(self.first)
@@ -78,13 +75,15 @@ class StageRunner:
     def _program(self, index: int, rows: int) -> fx.GraphModule:
         number = self.stage.sharding(self.first + index)
         block = self.traced.graph.blocks[self.first + index]
-        peers = self.peers[index]
-        key = (block.kind, number, rows, peers and peers.ranks)
+        world, graph = self.store.world, self.traced.graph
+        ranks, alike = peers(self.plan, graph, self.first + index, world.rank)
+        key = (block.kind, number, rows, ranks)
         if key not in self.programs:
             sharding = self.plan.sharding(self.stage, self.first + index)
             self.programs[key] = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
-                device=self.device, replicas=peers,
+                device=self.device,
+                replicas=Replicas(cast(Axis, world.axis(ranks)), alike) if ranks else None,
             )
         return self.programs[key]
 

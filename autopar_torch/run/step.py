@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import PlanError, RunError
 from ..model import ModelGraph
-from ..plan import Plan
+from ..plan import Plan, Replica
 from ..schedule import Schedule, rest
 from ..shard.collectives import arrive
 from ..trace.call import Call
@@ -45,7 +45,7 @@ class Planned(Protocol):
     world: World
     device: torch.device
     graph: ModelGraph
-    replica: int
+    replica: int | None
     training: bool
     anchor: Tensor
     reducer: Reducer
@@ -60,6 +60,7 @@ class Planned(Protocol):
     def store(self) -> ParamStore: ...
     @property
     def speaks(self) -> bool: ...
+    def own(self, plan: Plan) -> Replica: ...
     def begin_step(self) -> None: ...
 
 
@@ -70,29 +71,29 @@ class RankStep:
                  tensors: list[Tensor], settle: Settle) -> None:
         self.parallel, self.program, self.call, self.tensors = parallel, program, call, tensors
         self.world, self.recorder = parallel.world, parallel.recorder
-        plan = parallel.plan
+        plan, replica = parallel.plan, parallel.replica
         spans = plan.micro_batches(call.num_rows)
-        self.idle = plan.zero == 3 and not spans[parallel.replica]
+        self._refuse_rowless(spans)
+        self.in_one = sum(map(len, spans)) == 1  # all rows at once
+        self.rowless = replica is not None and not spans[replica]
         if plan.zero == 3:  # a replica without rows runs one that does not count
             spans = [span or [(0, 1)] for span in spans]
-        self.rows = spans[parallel.replica]
+        self.rows = [] if replica is None else spans[replica]
         self.in_step = len({len(span) for span in spans}) == 1
-        self.speaks = parallel.speaks and not self.idle
-        self._refuse_idle()
+        self.speaks = parallel.speaks and not self.rowless
         try:
             with self.recorder.computing("batch"):
                 self.whole = program.prologue.for_batch(call, tensors)
         finally:
             settle()  # before this step's first message
 
-    def _refuse_idle(self) -> None:
+    def _refuse_rowless(self, spans: list[list[tuple[int, int]]]) -> None:
         """Batch statistics are joined over replicas, of which none may have nothing to add."""
-        num_rows, replicas = self.call.num_rows, self.parallel.plan.replicas
-        joined = any(kind.couples_rows for kind in self.parallel.graph.kinds.values())
-        if joined and num_rows < len(replicas):
+        joined = any(kind.couples_rows for kind in self.program.traced.graph.kinds.values())
+        if joined and not all(spans):
             raise PlanError(
-                f"{num_rows} row(s) for {len(replicas)} replicas, which join the "
-                "statistics of batches", where="the batch",
+                f"{self.call.num_rows} row(s) for {len(spans)} replicas, which join the statistics "
+                f"of batches, are none for replica {spans.index([])}", where="the batch",
                 fix="give at least a row for each, or use fewer replicas",
             )
 
@@ -107,12 +108,12 @@ class RankStep:
         parallel = self.parallel
         parallel.begin_step()
         for runner in self.program.stages.values():
-            runner.loss_scale = 0.0 if self.idle else scale
+            runner.loss_scale = 0.0 if self.rowless else scale
             runner.live = self.program.traced.graph.leading_to(("loss",))
         values = self._outputs(back=True)
-        parts = {self.rows[mb]: value["loss"] for mb, value in self.executor.results.items()}
-        parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"],
-                                  parts if self.speaks else {})
+        results = self.executor.results if self.speaks else {}
+        parts = {self.rows[mb]: value["loss"] for mb, value in results.items()}
+        parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"], parts)
         tensors = parallel.store.tensors
         grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
         loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale)
@@ -142,7 +143,7 @@ class RankStep:
 
     @cached_property
     def executor(self) -> Executor:
-        replica = self.parallel.plan.replicas[self.parallel.replica]
+        replica = self.parallel.own(self.parallel.plan)
         mail = Mail(self.world, replica, self.parallel.device)
         return Executor(self.program.stages, replica, mail, self.parallel.reducer, self.recorder)
 
@@ -173,10 +174,14 @@ class RankStep:
 
         def share(parts: dict[int, Values]) -> None:
             mine = parts if self.speaks else {}
-            values.update(program.addends(mine, self.rows, self.call.num_rows, parallel.device))
+            values.update(program.addends(mine, self.rows, self.in_one, self.call.num_rows,
+                                          parallel.device))
             sums.extend(work for x in values.values() for work in self.world.start_sum(x))
 
-        self._run(program.schedule(len(self.rows), back), back or keep, share)
+        if program.stages:
+            self._run(program.schedule(len(self.rows), back), back or keep, share)
+        else:  # this rank idles
+            share({})
         if back:
             with self.recorder.computing("pack"):
                 parallel.reducer.launch_rest()
@@ -192,16 +197,18 @@ class RankStep:
             raise RunError("a parameter was changed between forward and backward",
                            where="backward", fix="call optimizer.step() after the backward() of "
                            "all that was computed before")
-        last = len(parallel.plan.replicas[parallel.replica].stages) - 1
+        last = len(parallel.own(parallel.plan).stages) - 1
         if last in program.stages:
             for mb, rows in enumerate(self.rows):
                 self.executor.values[last, "B", mb] = {
-                    name: program.portion(name, grad * (not self.idle), rows, self.call.num_rows)
+                    name: program.portion(name, grad * (not self.rowless), rows, self.call.num_rows)
                     for name, grad in upstream.items()}
         for runner in program.stages.values():
             runner.live = self.program.traced.graph.leading_to(upstream)
         parallel.reducer.begin(self.in_step)
-        self._run(rest(program.schedule(len(self.rows), True, "gpipe")), True, lambda _: None)
+        if program.stages:
+            schedule = program.schedule(len(self.rows), True, "gpipe")
+            self._run(rest(schedule), True, lambda _: None)
         parallel.reducer.launch_rest()
         return self._finish_grads(tuple(upstream))
 

@@ -407,10 +407,9 @@ class _Hunt:
             return
         self.seen["priced"] += 1
         timeline = simulate(plan, self.graph, self.profile.profile, self.num_rows)
-        peaks = {rank: memory.peak_bytes
-                 for rank, memory in zip(plan.devices, timeline.memory, strict=True)}
-        over = {rank for rank, peak in peaks.items()
-                if peak > self.room_bytes[self.cluster.class_of[rank]]}
+        peaks = [memory.peak_bytes for memory in timeline.memory]
+        over = {rank for rank in plan.devices
+                if peaks[rank] > self.room_bytes[self.cluster.class_of[rank]]}
         if over:
             again = _recomputing(plan, over) if self.limits.recompute is None else plan
             if again != plan:
@@ -418,7 +417,7 @@ class _Hunt:
             else:
                 self.discarded["memory"] += 1
             return
-        self._keep(Choice(plan, timeline.step_s, max(peaks.values())))
+        self._keep(Choice(plan, timeline.step_s, max(peaks)))
 
     def _keep(self, choice: Choice) -> None:
         self.best.append((choice.step_s, next(self.serial), choice))

@@ -278,26 +278,43 @@ class VocabCrossEntropy(nn.Module):
         return total if denominator is None else total / denominator
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that join the statistics of a batch, which this rank has for some of so many
+    channels, as so many ranks of its stage have. `own` is None where every rank has the same
+    channels, and no other of its stage has them."""
+
+    axis: Axis
+    own: Tensor | None = None
+    num_channels: int = 0
+    copies: int = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all replicas, of values by channel in the last dim."""
+        every, own = x, self.own
+        if own is not None:
+            every = x.new_zeros((*x.shape[:-1], self.num_channels))
+            every[..., own] = x / self.copies
+        dist.all_reduce(every, group=self.axis.group)
+        return every if own is None else every[..., own]
+
+
 class _SyncNorm(torch.autograd.Function):
     """Batch normalisation whose statistics are those of all replicas together."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
-                axis: Axis) -> tuple[Tensor, ...]:
+                peers: Peers) -> tuple[Tensor, ...]:
         dims = [d for d in range(x.dim()) if d != 1]
-        count = x.new_tensor([x.numel() / x.shape[1]])
-        sums = torch.cat([x.sum(dims), count])
-        dist.all_reduce(sums, group=axis.group)
-        total = sums[-1]
-        mean = sums[:-1] / total
+        own = x.sum(dims)
+        sums, total = peers.sum(torch.stack([own, torch.full_like(own, x.numel() / len(own))]))
+        mean = sums / total
         centred = x - _channel(mean, x)
-        squares = centred.square().sum(dims)
-        dist.all_reduce(squares, group=axis.group)
-        var = squares / total
+        var = peers.sum(centred.square().sum(dims)) / total
         scale = (var + eps).rsqrt()
         normal = centred.mul_(_channel(scale, x))
         ctx.save_for_backward(normal, weight, scale, total)
-        ctx.axis, ctx.dims = axis, dims
+        ctx.peers, ctx.dims = peers, dims
         return normal * _channel(weight, x) + _channel(bias, x), mean, var, total
 
     @staticmethod
@@ -305,8 +322,7 @@ class _SyncNorm(torch.autograd.Function):
         normal, weight, scale, total = ctx.saved_tensors
         dy, dims = grads[0], ctx.dims
         own = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
-        both = own.clone()
-        dist.all_reduce(both, group=ctx.axis.group)
+        both = ctx.peers.sum(own.clone())
         inner = dy - _channel(both[0] / total, dy) - normal * _channel(both[1] / total, dy)
         return inner * _channel(weight * scale, dy), own[1], own[0], None, None
 
@@ -318,9 +334,9 @@ def _channel(v: Tensor, like: Tensor) -> Tensor:
 class SyncBatchNorm(nn.Module):
     """Training-mode batch_norm over all replicas; running statistics as torch keeps them."""
 
-    def __init__(self, axis: Axis, momentum: float, eps: float) -> None:
+    def __init__(self, peers: Peers, momentum: float, eps: float) -> None:
         super().__init__()
-        self.axis, self.momentum, self.eps = axis, momentum, eps
+        self.peers, self.momentum, self.eps = peers, momentum, eps
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None,
                 running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:
@@ -328,7 +344,7 @@ class SyncBatchNorm(nn.Module):
         bias = x.new_zeros(x.shape[1]) if bias is None else bias
         wide = torch.promote_types(x.dtype, torch.float32)  # squares of bfloat16 are too coarse
         args = (value.to(wide) for value in (x, weight, bias))
-        y, mean, var, total = cast(Any, _SyncNorm.apply(*args, self.eps, self.axis))
+        y, mean, var, total = cast(Any, _SyncNorm.apply(*args, self.eps, self.peers))
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 mean, var = (value.detach().to(running_mean.dtype) for value in (mean, var))

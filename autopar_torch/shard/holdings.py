@@ -22,6 +22,7 @@ class LocalParam(NamedTuple):
     forms: Forms
     mesh: tuple[int, ...]
     place: tuple[int, ...]
+    share: int = 1  # of what its team cuts under ZeRO
 
     @property
     def cuts(self) -> tuple[Part, ...]:
@@ -108,21 +109,25 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[LocalParam]]:
     for r, replica in enumerate(plan.replicas):
         for s, stage in enumerate(replica.stages):
             first, last = stage.blocks or (0, 0)
-            axes, places = stage.axes, [(rank, place_in(stage, rank)) for rank in stage.devices]
+            axes, shares = stage.axes, stage.share or (1,) * len(stage.devices)
+            places = [(rank, place_in(stage, rank), share)
+                      for rank, share in zip(stage.devices, shares, strict=True)]
             for block in range(first, last):
                 for slot, name in graph.blocks[block].params.items():
                     forms = param_forms(plan, stage, block, slot)
                     own = found.setdefault(name, {})
-                    for rank, place in places:
-                        own.setdefault(rank, LocalParam(rank, (r, s), forms, axes, place))
+                    for rank, place, share in places:
+                        own.setdefault(rank, LocalParam(rank, (r, s), forms, axes, place, share))
     return {name: [ranks[k] for k in sorted(ranks)] for name, ranks in found.items()}
 
 
 class Team(NamedTuple):
-    """Ranks that sum their gradients of a parameter; `layouts_differ`: so do their parts."""
+    """Ranks that sum their gradients of a parameter; `layouts_differ`: so do their parts. Under
+    ZeRO they cut it by their `shares`, or equally."""
 
     ranks: tuple[int, ...]
     layouts_differ: bool = False
+    shares: tuple[int, ...] = ()
 
 
 def team_of(holdings: list[LocalParam], rank: int) -> Team:
@@ -131,9 +136,13 @@ def team_of(holdings: list[LocalParam], rank: int) -> Team:
     stages = {h.stage for h in holdings}
     alike = {(h.forms, h.mesh) for h in holdings}
     if len(alike) == 1 or len(stages) == 1:
-        ranks = tuple(h.rank for h in holdings if h.grad_group == mine.grad_group)
-        return Team(ranks)
+        return _cutting([h for h in holdings if h.grad_group == mine.grad_group])
     if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
                         and not h.cuts and h.num_copies == 1 for h in holdings):
-        return Team(tuple(h.rank for h in holdings))
+        return _cutting(holdings)
     return Team(tuple(h.rank for h in holdings), True)
+
+
+def _cutting(members: list[LocalParam]) -> Team:
+    shares = tuple(h.share for h in members)
+    return Team(tuple(h.rank for h in members), False, shares if len(set(shares)) > 1 else ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from torch import fx, nn
 from ..model import at_rows
 from ..plan import Sharding
 from . import collectives
-from .collectives import Axis, VocabPart
+from .collectives import Axis, Peers, VocabPart
 from .experts import OwnExperts, OwnRows
 from .layout import (
     PARTIAL,
@@ -32,6 +32,7 @@ from .layout import (
     parse_forms,
 )
 from .linear import direct_linear
+from .parts import part
 from .price import Move, moves
 from .rows import give_real_sizes
 from .rules import OPERANDS, OWNED, ShapedOp, has_tag, op_name
@@ -44,11 +45,18 @@ _SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1, "new_zeros": 
           "new_full": 1, "new_empty": 1}
 
 
+class Replicas(NamedTuple):
+    """Ranks of all replicas; `alike`: one of each, which have the same part of the block."""
+
+    axis: Axis
+    alike: bool
+
+
 class Lowering:
     """Rewrites one block; `finish` gives the module."""
 
     def __init__(self, graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis],
-                 replicas: Axis | None, rows: int, device: torch.device) -> None:
+                 replicas: Replicas | None, rows: int, device: torch.device) -> None:
         self.source, self.sharding, self.axes = graph, sharding, tuple(axes)
         self.mesh = tuple(axis.parts for axis in axes)
         self.replicas, self.rows, self.device = replicas, rows, device
@@ -190,7 +198,8 @@ class Lowering:
         name = op_name(node)
         if name == "batch_norm" and node.args[5] and self.replicas is not None:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
-            module = collectives.SyncBatchNorm(self.replicas, node.args[6], node.args[7])  # type: ignore[arg-type]
+            peers = self._peers(self.replicas, node, choice)
+            module = collectives.SyncBatchNorm(peers, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
         if choice is not None and is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
@@ -204,6 +213,18 @@ class Lowering:
         if choice is not None and PARTIAL in choice.out and name in _BIAS:
             return self._with_scaled_bias(node, choice, ready)
         return None
+
+    def _peers(self, replicas: Replicas, node: fx.Node, choice: OpWay | None) -> Peers:
+        """Who joins the statistics of a batch norm, and which channels this rank has of it."""
+        if replicas.alike:
+            return Peers(replicas.axis)
+        num_channels, copies = node.meta["info"].shape[1], math.prod(self.mesh)
+        own = torch.arange(num_channels, device=self.device)
+        layouts = choice.out if choice is not None else (WHOLE,) * len(self.mesh)
+        for cut in all_cuts(layouts, self.mesh, tuple(axis.index for axis in self.axes)):
+            own = part(own, cut._replace(split=cut.split._replace(dim=0)))
+            copies //= cut.parts
+        return Peers(replicas.axis, own, num_channels, copies)
 
     def _owned(self, node: fx.Node, choice: OpWay, ready: Ready) -> fx.Node | None:
         """An op on the part that this rank has of the first dim of a weight."""
@@ -325,9 +346,9 @@ def _verb(step: Move) -> str:
 
 
 def lower(graph: fx.Graph, sharding: Sharding | None, axes: Sequence[Axis], *, rows: int,
-          device: torch.device, replicas: Axis | None = None) -> fx.GraphModule:
+          device: torch.device, replicas: Replicas | None = None) -> fx.GraphModule:
     """The program of this rank for micro-batches of `rows` rows.
 
-    `replicas` is the axis of data parallelism, for ops that look at the whole batch.
+    `replicas` are the ranks with this block, for ops that look at the whole batch.
     """
     return Lowering(graph, sharding, axes, replicas, rows, device).finish()

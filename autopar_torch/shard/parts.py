@@ -47,10 +47,14 @@ def _assemble(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
     return frame.close(whole)
 
 
-def fill(whole: Tensor, rows: int, pieces: Sequence[Tensor]) -> None:
-    """Write pieces of so many rows each into a tensor; autograd does not see it change."""
+def fill(whole: Tensor, rows: int, pieces: Sequence[Tensor], sizes: Sequence[int] = ()) -> None:
+    """Write pieces of so many rows each into a tensor; autograd does not see it change. `sizes`:
+    rows of each that count, if they are not cut equally."""
     total, shape = len(whole), (rows, *whole.shape[1:])
     with torch.no_grad(), _unsafe_preserve_version_counter(whole):
+        if sizes:
+            torch.cat([x.view(shape)[:n] for x, n in zip(pieces, sizes, strict=True)], out=whole)
+            return
         if rows * len(pieces) == total:
             torch.cat([one.view(shape) for one in pieces], out=whole)
             return
@@ -67,8 +71,15 @@ def flat_piece(own: Tensor, dtype: torch.dtype, size: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(lacking)]) if lacking else flat
 
 
-def copy_rows(target: Tensor, flat: Tensor, piece: int) -> None:
-    """One row per rank of the team; the last rows are padded with zeros."""
+def copy_rows(target: Tensor, flat: Tensor, piece: int, sizes: Sequence[int] = ()) -> None:
+    """One row per rank of the team, padded with zeros: pieces of equal size, or in the proportions
+    of `sizes`."""
+    if sizes:
+        each = flat.numel() // max(1, sum(sizes))
+        for row, own in zip(target, flat.split([n * each for n in sizes]), strict=True):
+            row[: len(own)].copy_(own)
+            row[len(own) :].zero_()
+        return
     full, rest = divmod(flat.numel(), max(1, piece))
     if full == len(target):
         target.copy_(flat.view(full, piece))

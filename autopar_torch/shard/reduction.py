@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..model import ModelGraph, item_bytes
-from ..plan import Plan
+from ..plan import Plan, shared_out
 from .holdings import Box, LocalParam, Team, all_holdings, team_of
 from .layout import local_shape
 
@@ -28,9 +28,16 @@ class Share(NamedTuple):
     same_schedule: bool  # all ranks of the team use it at the same points of their schedules
 
     @property
+    def sizes(self) -> list[int]:
+        """Rows of dim 0 of each rank of the team under ZeRO, if they are given; else empty."""
+        return shared_out(self.local[0], self.team.shares) if self.team.shares else []
+
+    @property
     def rows(self) -> int:
-        """Rows of dim 0 per rank under ZeRO (the last ranks may have fewer)."""
-        return -(-self.local[0] // len(self.team.ranks)) if self.zero else self.local[0]
+        """Rows of dim 0 per rank under ZeRO, at most (the last ranks may have fewer)."""
+        if not self.zero:
+            return self.local[0]
+        return max(self.sizes, default=-(-self.local[0] // len(self.team.ranks)))
 
     @property
     def piece(self) -> int:
@@ -51,7 +58,10 @@ class Share(NamedTuple):
 
     def own_rows(self) -> tuple[int, int]:
         """First and end row of the piece that this rank owns under ZeRO, within its part."""
-        start = min(self.team.ranks.index(self.holding.rank) * self.rows, self.local[0])
+        place, sizes = self.team.ranks.index(self.holding.rank), self.sizes
+        if sizes:
+            return sum(sizes[:place]), sum(sizes[: place + 1])
+        start = min(place * self.rows, self.local[0])
         return start, min(start + self.rows, self.local[0])
 
     def boxes(self, shape: tuple[int, ...]) -> list[Box]:
@@ -117,7 +127,7 @@ def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: 
 
 def _alike(plan: Plan) -> bool:
     """Whether all replicas run the same stages equally often."""
-    shapes = {(r.num_micro_batches, *((s.blocks, s.axes) for s in r.stages))
+    shapes = {(r.num_micro_batches, r.position_of, *((s.blocks, s.axes) for s in r.stages))
               for r in plan.replicas}
     return len(shapes) == 1
 

@@ -88,7 +88,8 @@ class Costs:
     def __init__(self, plan: Plan, graph: ModelGraph, profile: Lookup,
                  representatives: Mapping[int, int] | None = None) -> None:
         self.plan, self.graph, self.profile = plan, graph, profile
-        self.representatives = representatives or {rank: rank for rank in plan.devices}
+        self.everyone = range(profile.profile.cluster.num_devices)  # also who idles
+        self.representatives = representatives or {rank: rank for rank in self.everyone}
         self.class_of = profile.profile.cluster.class_of
         self.holdings = all_holdings(plan, graph)
         self.shares = {rank: shares_of(plan, graph, rank, self.holdings)

@@ -16,8 +16,9 @@ def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representati
     Only with datasheets, whose devices share nothing and never change. Otherwise every rank is its
     own representative. If ZeRO cuts a parameter unevenly, a representative has the largest piece.
     """
+    themselves = {rank: rank for rank in range(profile.cluster.num_devices)}
     if not (_apart(profile) and _in_turn(plan, profile.cluster)):
-        return {rank: rank for rank in plan.devices}
+        return themselves
     leaders: dict[object, Replica] = {}
     found: Representatives = {}
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
@@ -25,11 +26,11 @@ def representatives(plan: Plan, profile: Profile, num_rows: int) -> Representati
         first = leaders.setdefault((_shape(replica, profile.cluster), rows), replica)
         if any(s.devices[0] < ahead.devices[0]
                for s, ahead in zip(replica.stages, first.stages, strict=True)):
-            return {rank: rank for rank in plan.devices}
+            return themselves
         found |= {rank: ahead.devices[0] for stage, ahead in zip(replica.stages, first.stages,
                                                                  strict=True)
                   for rank in stage.devices}
-    return found
+    return themselves | found
 
 
 def equal_groups(found: Representatives) -> tuple[tuple[int, ...], ...]:
@@ -66,5 +67,5 @@ def _shape(replica: Replica, cluster: Cluster) -> tuple[object, ...]:
     places = tuple((cluster.node_of[stage.devices[0]] - start,
                     *(cluster.class_of[rank] for rank in stage.devices))
                    for stage in replica.stages)
-    programs = tuple((s.blocks, s.mesh, s.recompute, s.shardings) for s in replica.stages)
+    programs = tuple((s.blocks, s.mesh, s.recompute, s.shardings, s.share) for s in replica.stages)
     return places, programs, replica.position_of, replica.num_micro_batches

@@ -16,7 +16,7 @@ STATES = 2  # an Adam keeps two moments of every parameter
 
 
 def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ...]:
-    """Per rank of the plan."""
+    """Per device of the cluster."""
     rows = costs.plan.micro_batches(num_rows)
     found: dict[int, Memory] = {}
     for r, replica in costs.replicas():
@@ -24,7 +24,12 @@ def peaks(costs: Costs, num_rows: int, states: int = STATES) -> tuple[Memory, ..
         schedule = schedule_of(costs, replica, len(counts))
         for lane in schedule.actions:
             found |= _position(costs, r, replica, schedule, lane, counts, states)
-    return tuple(found[costs.representatives[rank]] for rank in costs.plan.devices)
+    return tuple(found.get(costs.representatives[rank], _idle(costs, rank))
+                 for rank in costs.everyone)
+
+
+def _idle(costs: Costs, rank: int) -> Memory:
+    return Memory(fixed=int(costs.overheads(rank).fixed_bytes))
 
 
 class _Part(NamedTuple):
@@ -82,7 +87,7 @@ def _rank(costs: Costs, rank: int, parts: dict[int, _Part], lane: Sequence[Actio
     own = [part.any for part in parts.values()]
     fixed = Memory(params=int(sum(c.param_bytes for c in own)),
                    optimizer=int(states * sum(c.owned_bytes for c in own)),
-                   fixed=int(costs.overheads(rank).fixed_bytes))
+                   fixed=_idle(costs, rank).fixed)
     tally = _Tally(fixed, parts.values())
     last = {action.stage: action for action in lane if action.op in (Op.B, Op.W)}
     received = list(accumulate((_received_bytes(parts, action) for action in lane), initial=0.0))

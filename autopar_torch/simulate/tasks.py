@@ -314,11 +314,10 @@ class StepTasks:
     def _finish(self) -> None:
         """Each rank waits for its sums and the loss, then its optimizer runs."""
         for rank, sums in self.reduced.items():
-            after = (*sums, self.last[rank])
+            after = (*sums, *([self.last[rank]] if rank in self.last else []))
             self.last[rank] = self._add(Task("wait", 0.0, {}, after, (rank,), COMM))
-        devices = self.costs.plan.devices
-        if len(devices) > 1:
-            self._together(devices, "loss", "sum", 4.0)
+        if len(self.costs.everyone) > 1:
+            self._together(tuple(self.costs.everyone), "loss", "sum", 4.0)
         for cost in self._all_ranks():
             over = self.costs.overheads(cost.rank)
             update = (cost.owned_bytes * over.update_s_per_byte
