@@ -91,7 +91,7 @@ IDLE = Replica(())  # of a device that has no part in a plan
 BUCKET_BYTES = 25 * 2**20
 
 
-class Plan(Struct, frozen=True, forbid_unknown_fields=True):
+class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """The whole strategy; `check` tells whether it fits a world and a model.
 
     Gradients travel when `bucket_bytes` of them are there. Under bfloat16 they are added up over
@@ -111,6 +111,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         shares = [replica.rows for replica in self.replicas]
         refuse(None in shares and any(shares), f"rows of the replicas are {shares}; give them for "
                "every replica, or for none")
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether all replicas run the same stages equally often."""
+        shapes = {(r.num_micro_batches, r.position_of, *((s.blocks, s.axes) for s in r.stages))
+                  for r in self.replicas}
+        return len(shapes) == 1
 
     @property
     def keeps_bfloat16(self) -> bool:

@@ -18,7 +18,7 @@ from torch._utils import _unflatten_dense_tensors
 from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
-from ..shard.holdings import Box, all_holdings, team_of
+from ..shard.holdings import Box, all_holdings
 from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, boxes_of, buckets_of, shares_of
 from .sharded import adopt, local, plainly
@@ -61,9 +61,8 @@ class ParamStore:
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
         self.tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        teams = {name: {h.rank: team_of(hs, h.rank) for h in hs}
-                 for name, hs in self.holdings.items()}
-        world.make_groups(t.ranks for by_rank in teams.values() for t in by_rank.values())
+        world.make_groups(held.team(rank).ranks for held in self.holdings.values()
+                          for rank in held.by_rank)
         shares = shares_of(plan, graph, world.rank, self.holdings)
         self.held = {
             name: Held(

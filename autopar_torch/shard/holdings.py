@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from ..model import ModelGraph, TensorInfo
@@ -103,7 +103,52 @@ def value_shape(plan: Plan, graph: ModelGraph, stage: Stage, value: str, info: T
     return list(info.at(rows))
 
 
-def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[LocalParam]]:
+class Team(NamedTuple):
+    """Ranks that sum their gradients of a parameter; `layouts_differ`: so do their parts. Under
+    ZeRO they cut it by their `shares`, or equally."""
+
+    ranks: tuple[int, ...]
+    layouts_differ: bool = False
+    shares: tuple[int, ...] = ()
+
+
+class Holders(list[LocalParam]):
+    """All holdings of one parameter, in rank order."""
+
+    @cached_property
+    def by_rank(self) -> dict[int, LocalParam]:
+        return {holding.rank: holding for holding in self}
+
+    def team(self, rank: int) -> Team:
+        """The ranks with which a rank sums its gradient."""
+        if self._cut_alike:
+            return self._teams[self.by_rank[rank].grad_group]
+        return self._everyone
+
+    @cached_property
+    def _cut_alike(self) -> bool:
+        return len({(h.forms, h.mesh) for h in self}) == 1 or len({h.stage for h in self}) == 1
+
+    @cached_property
+    def _teams(self) -> dict[tuple[object, ...], Team]:
+        groups: dict[tuple[object, ...], list[LocalParam]] = {}
+        for holding in self:
+            groups.setdefault(holding.grad_group, []).append(holding)
+        return {group: _cutting(members) for group, members in groups.items()}
+
+    @cached_property
+    def _everyone(self) -> Team:
+        whole = all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
+                    and not h.cuts and h.num_copies == 1 for h in self)
+        return _cutting(self) if whole else Team(tuple(h.rank for h in self), True)
+
+
+def _cutting(members: list[LocalParam]) -> Team:
+    shares = tuple(h.share for h in members)
+    return Team(tuple(h.rank for h in members), False, shares if len(set(shares)) > 1 else ())
+
+
+def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, Holders]:
     """Parameter -> one holding per rank that has a part of it, in rank order."""
     found: dict[str, dict[int, LocalParam]] = {}
     for r, replica in enumerate(plan.replicas):
@@ -118,31 +163,4 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, list[LocalParam]]:
                     own = found.setdefault(name, {})
                     for rank, place, share in places:
                         own.setdefault(rank, LocalParam(rank, (r, s), forms, axes, place, share))
-    return {name: [ranks[k] for k in sorted(ranks)] for name, ranks in found.items()}
-
-
-class Team(NamedTuple):
-    """Ranks that sum their gradients of a parameter; `layouts_differ`: so do their parts. Under
-    ZeRO they cut it by their `shares`, or equally."""
-
-    ranks: tuple[int, ...]
-    layouts_differ: bool = False
-    shares: tuple[int, ...] = ()
-
-
-def team_of(holdings: list[LocalParam], rank: int) -> Team:
-    """The ranks with which a rank sums its gradient."""
-    mine = next(h for h in holdings if h.rank == rank)
-    stages = {h.stage for h in holdings}
-    alike = {(h.forms, h.mesh) for h in holdings}
-    if len(alike) == 1 or len(stages) == 1:
-        return _cutting([h for h in holdings if h.grad_group == mine.grad_group])
-    if all(PARTIAL not in h.forms.grad and h.forms.grad == h.forms.value
-                        and not h.cuts and h.num_copies == 1 for h in holdings):
-        return _cutting(holdings)
-    return Team(tuple(h.rank for h in holdings), True)
-
-
-def _cutting(members: list[LocalParam]) -> Team:
-    shares = tuple(h.share for h in members)
-    return Team(tuple(h.rank for h in members), False, shares if len(set(shares)) > 1 else ())
+    return {name: Holders(ranks[k] for k in sorted(ranks)) for name, ranks in found.items()}

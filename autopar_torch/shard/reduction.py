@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..model import ModelGraph, item_bytes
 from ..plan import Plan, shared_out
-from .holdings import Box, LocalParam, Team, all_holdings, team_of
+from .holdings import Box, Holders, LocalParam, Team, all_holdings
 from .layout import local_shape
 
 
@@ -91,28 +91,19 @@ def box_dim(holding: LocalParam) -> int | None:
 
 
 def shares_of(plan: Plan, graph: ModelGraph, rank: int,
-              holdings: Mapping[str, list[LocalParam]] | None = None) -> dict[str, Share]:
+              holdings: Mapping[str, Holders] | None = None) -> dict[str, Share]:
     """Everything that a rank has a part of."""
-    found = {}
-    for name, everyone in (holdings or all_holdings(plan, graph)).items():
-        mine = next((h for h in everyone if h.rank == rank), None)
-        if mine is not None:
-            found[name] = _share(plan, graph, name, mine, team_of(everyone, rank))
-    return found
+    return {name: _share(plan, graph, name, everyone.by_rank[rank], everyone.team(rank))
+            for name, everyone in (holdings or all_holdings(plan, graph)).items()
+            if rank in everyone.by_rank}
 
 
 def boxes_of(plan: Plan, graph: ModelGraph, name: str,
-             everyone: list[LocalParam]) -> dict[int, list[Box]]:
+             everyone: Holders) -> dict[int, list[Box]]:
     """Rank -> the boxes that it keeps of a parameter."""
     shape = graph.params[name].shape
-    teams: dict[tuple[object, ...], Team] = {}
-    found = {}
-    for holding in everyone:
-        key = (holding.grad_group, holding.stage)
-        if key not in teams:
-            teams[key] = team_of(everyone, holding.rank)
-        found[holding.rank] = _share(plan, graph, name, holding, teams[key]).boxes(shape)
-    return found
+    return {h.rank: _share(plan, graph, name, h, everyone.team(h.rank)).boxes(shape)
+            for h in everyone}
 
 
 def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: Team) -> Share:
@@ -121,15 +112,8 @@ def _share(plan: Plan, graph: ModelGraph, name: str, holding: LocalParam, team: 
     can_cut = len(team.ranks) > 1 and not team.layouts_differ and bool(local)
     trained = info.trainable and not info.buffer
     zero = plan.zero > 0 and can_cut and trained and box_dim(holding) is not None
-    same_schedule = zero and _alike(plan) and _in_one_stage(plan, graph, name)
+    same_schedule = zero and plan.in_step and _in_one_stage(plan, graph, name)
     return Share(name, holding, team, local, info.dtype, trained, zero, same_schedule)
-
-
-def _alike(plan: Plan) -> bool:
-    """Whether all replicas run the same stages equally often."""
-    shapes = {(r.num_micro_batches, r.position_of, *((s.blocks, s.axes) for s in r.stages))
-              for r in plan.replicas}
-    return len(shapes) == 1
 
 
 def _in_one_stage(plan: Plan, graph: ModelGraph, name: str) -> bool:
