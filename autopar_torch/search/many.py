@@ -44,6 +44,7 @@ class Kind(NamedTuple):
     filling_s: float
     chain_s: float
     ahead: float
+    sums_s: float  # about: of the gradients of its largest stage, if there are several pipelines
 
     def micro_batches(self, seconds: float) -> int:
         """How many it has done by then in 1F1B."""
@@ -139,7 +140,17 @@ class Pool:
         forward, back = (float(np.min([w[k] for w in works], axis=0).sum()) for k in (0, 1))
         ahead = min(float((w[1] / np.maximum(w[2], TINY)).min()) for w in works)
         return Kind(tuple(lineup), tuple(cut), slowest, total, max(slowest, forward),
-                    max(slowest * ahead, back), max(ahead, TINY))
+                    max(slowest * ahead, back), max(ahead, TINY), self._sums_s(lineup, cut))
+
+    def _sums_s(self, lineup: Sequence[Group], cut: Sequence[int]) -> float:
+        """Over a rank of every node, as replicas lie on all of them."""
+        cluster = self.tables.cluster
+        team = [cluster.node_of.index(node) for node in range(len(cluster.nodes))]
+        team = team if len(team) > 1 else list(range(cluster.num_devices))
+        curve = self.tables.profile.curve("scatter" if self.zero else "sum", team)
+        trained = [self.tables.params(group.option).trained[a:b].sum()
+                   for group, a, b in zip(lineup, cut, cut[1:], strict=False)]
+        return curve.seconds(float(max(trained)))
 
     def _work(self, group: Group) -> tuple[Array, Array, Array]:
         """Per block: its forward; with what the stage before waits for; with all its backward."""
@@ -218,6 +229,8 @@ class Pool:
         lines = [kind for kind, n in some for _ in range(n)]
         numbers = _trimmed([kind.micro_batches(done) for kind in lines], lines, count)
         kept = [(kind, n) for kind, n in zip(lines, numbers, strict=True) if n]
+        if len(kept) > 1:  # of the last micro-batch's backward, sums can hide
+            done += max(max(0.0, kind.sums_s - kind.slowest_s) for kind, _ in kept)
         return Shared(done, tuple(kind.lineup for kind, _ in kept), [kind.cut for kind, _ in kept],
                       Sharing(tuple(n for _, n in kept), (self.rows,) * len(kept)))
 

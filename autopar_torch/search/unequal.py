@@ -218,9 +218,12 @@ class _Hunt:
         places = placed(shape, self.cluster)
         if places is None or (zero and len(shape) == 1):
             return
+        before = self._first_s()
         for schedule in self._schedules(shape, max(sharing.number)):
             self._offer(as_unequal_plan(shape, places, cuts, sharing, self.options, self.limits,
                                         schedule, zero, BUCKET_BYTES))
+            if self._first_s() == before:
+                break  # the first is 1F1B, which the others beat by little
 
     # --- shapes and their shares ----------------------------------------------------------------
 
