@@ -187,8 +187,9 @@ def measure(
                          limits.batch_statistics == "local")
     traced = tracing.once(own, place, model)(call, True, ("loss",))
     with untouched(world.device()):
+        cluster = session.cluster_of(place, traced.graph)
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
-                                 world.device(), session.cluster_of(place), limits, seconds)
+                                 world.device(), cluster, limits, seconds)
 
 
 # --- what was given -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ PATHS = [str(HERE.parent / "tests"), str(HERE), str(HERE.parent)]
 SCRIPTS = {  # name -> module whose first line is the question, and about how long the answer takes
     "accuracy": ("clock.accuracy", "an hour, --quick a minute"),
     "right": ("clock.right", "an hour, --quick two minutes"),
+    "unequal": ("clock.unequal", "twenty minutes a case, --quick five"),
     "usual": ("clock.usual", "half an hour, --quick a minute"),
     "native": ("clock.native", "ten minutes, --quick two"),
     "checkpoints": ("clock.checkpoints", "half a minute"),

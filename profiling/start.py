@@ -11,7 +11,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from netlab import Node
 
 DOOR = str(Path(__file__).resolve().parent)
 LIMIT_S = 3600  # spells in which the host takes the cores are waited out
@@ -23,7 +28,12 @@ def start_ranks(
     """`python profiling NAME` on every rank: on this machine, or where links have a speed on
     emulated nodes. Where a rank fails, this program ends."""
     if bits_per_s:
-        _in_lab([sys.executable, DOOR, name, *options], num_nodes, ranks_per_node, bits_per_s / 1e6)
+        from netlab import Node
+
+        cores = sorted(os.sched_getaffinity(0))
+        nodes = [Node(name=f"n{i}", cores=(cores[i % len(cores)],), rate_mbps=bits_per_s / 1e6)
+                 for i in range(num_nodes)]
+        start_on(nodes, name, options, ranks_per_node)
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                f"--nproc-per-node={num_nodes * ranks_per_node}", DOOR, name, *options]
@@ -33,12 +43,11 @@ def start_ranks(
         raise SystemExit(status)
 
 
-def _in_lab(command: list[str], num_nodes: int, ranks_per_node: int, rate_mbps: float) -> None:
-    from netlab import Lab, Node
+def start_on(nodes: Sequence[Node], name: str, options: list[str], ranks_per_node: int = 1) -> None:
+    """The same on emulated nodes."""
+    from netlab import Lab
 
-    cores = sorted(os.sched_getaffinity(0))
-    nodes = [Node(name=f"n{i}", cores=(cores[i % len(cores)],), rate_mbps=rate_mbps)
-             for i in range(num_nodes)]
+    command = [sys.executable, DOOR, name, *options]
     with Lab(nodes, weight=100) as lab:
         ended = lab.run(command, ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
     for rank, (code, output) in enumerate(ended):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -149,10 +150,15 @@ def test_ranks_that_share_a_core_measure_every_phase() -> None:
 
 def test_nodes_on_one_machine_are_known_to_share_its_cores() -> None:
     """Containers, say: ranks reach each other by a network, and wait for each other's core."""
-    places = [("a/1", "boot core 0"), ("b/2", "boot core 1"), ("c/3", "boot core 0"), ("d/4", "")]
-    found = detect.cluster(lambda here: [(*place, here[2]) for place in places])
+    device = detect.here().device
+    seen = [("a/1", "boot [0]", 1), ("b/2", "boot [1]", 1), ("c/3", "boot [0]", 1),
+            ("d/4", "boot [0, 1]", 2)]
+    places = [detect.Site(*each, math.inf, device) for each in seen]
+    found = detect.cluster(places)
     assert len(found.nodes) == 4
     assert found.cores == (0, 1, 0, 2)
+    places[0], places[2] = places[0]._replace(share=0.6), places[2]._replace(share=0.4)
+    assert detect.cluster(places).cores == (0, 1, 2, 3), "there is enough for both"
 
 
 def test_blocks_add_up_to_what_whole_rounds_take() -> None:
@@ -228,7 +234,7 @@ def test_at_a_look_recomputing_is_derived_until_a_plan_asks_for_it() -> None:
     call, tensors = take_apart((), batch)
     traced = parallel.retrace(call, True, ("loss",))
     again = fit(ap.Plan.uniform(recompute=True), traced.graph)
-    cluster = cluster_of(parallel.world)
+    cluster = cluster_of(parallel.world, traced.graph)
     needs, curves = needs_of([parallel.plan, again], traced.graph, cluster, call.num_rows)
     found = session_on(cluster, needs, curves, traced, call, tensors, {}, parallel.world,
                        parallel.device, quick=True)
@@ -265,7 +271,7 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
     plans = [fit(ap.Plan.uniform(num_micro_batches=m, recompute=r), traced.graph)
              for m in (1, 2, 4) for r in (False, True)]
     found = session(traced, plans, call, tensors, {}, parallel.world, parallel.device)
-    cluster = cluster_of(parallel.world)
+    cluster = cluster_of(parallel.world, traced.graph)
     found.refine(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
     found.round()
     sampled = {chain for chain, blocks in found.chains.items() if blocks.switched}

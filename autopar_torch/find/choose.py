@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from .. import files
 from ..cluster import Cluster
 from ..errors import FileError
+from ..measure.speeds import APART, STEP
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
@@ -39,7 +41,7 @@ def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
            world: World, device: torch.device, limits: Constraints,
            kept: int = KEPT) -> Result:
     """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
-    cluster = cluster_of(world)
+    cluster = cluster_of(world, traced.graph)
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     with world.doing("searching"):
@@ -103,6 +105,9 @@ def recall(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mappi
     """What was measured before, from the cache; else it is measured now."""
     path = cache_path(_fingerprint(traced, call, cluster, limits))
     cached = _load(path, Known) if world.rank == 0 else None
+    if cached is not None and not _as_fast(cached.profile.cluster, cluster):
+        log.info("profile: %s is of other speeds, so it is measured again", path)
+        cached = None
     cached = world.told(cached, Known | None)  # type: ignore[arg-type]
     if cached is not None:
         log.info("profile: from %s", path)
@@ -130,9 +135,19 @@ def cache_path(fingerprint: str) -> Path:
 
 def _fingerprint(traced: Traced, call: Call, cluster: Cluster, limits: Constraints) -> str:
     """Equal where a profile may be used again: of the same model, machines, versions and batch, and
-    the same limits: only what some plan within the limits needs is measured."""
+    the same limits: only what some plan within the limits needs is measured. (How fast the machines
+    are beside each other is compared, as it never is the same twice: `_as_fast`.)"""
     rest = f"{torch.__version__} {torch.version.cuda} {call.num_rows} {FORMAT}"
-    return _hashed(*map(files.encode, (traced.graph, cluster, limits)), rest.encode())
+    nodes = tuple(tuple(replace(d, speed=1.0) for d in node) for node in cluster.nodes)
+    same = replace(cluster, nodes=nodes)
+    return _hashed(*map(files.encode, (traced.graph, same, limits)), rest.encode())
+
+
+def _as_fast(then: Cluster, now: Cluster) -> bool:
+    """Whether devices fall into the same classes, which are about as fast."""
+    return then.class_of == now.class_of and all(
+        math.isclose(a.speed, b.speed, rel_tol=APART, abs_tol=1.01 * STEP)
+        for a, b in zip(then.classes, now.classes, strict=True))
 
 
 def _hashed(*parts: bytes) -> str:

@@ -11,13 +11,15 @@ from ..cluster import Cluster
 from ..measure import detect
 from ..measure.blocks import Context
 from ..measure.session import Session
+from ..measure.speeds import speeds
+from ..model import ModelGraph, item_bytes
 from ..plan import Plan, Replica
 from ..profile import BlockNeed, CurveNeed
 from ..run.executor import Executor, Mail
 from ..run.handover import hand_over
 from ..run.prologue import Prologue
 from ..run.record import SILENT
-from ..run.world import World
+from ..run.world import World, device as own_device
 from ..schedule import Schedule
 from ..simulate.to_measure import needs_of
 from ..trace import Traced
@@ -28,7 +30,7 @@ def session(traced: Traced, candidates: Sequence[Plan], call: Call, tensors: Seq
             buffers: Mapping[str, Tensor], world: World,
             device: torch.device) -> Session:
     """Everything that simulating these plans needs, ready to be measured. All ranks call it."""
-    found = cluster_of(world)
+    found = cluster_of(world, traced.graph)
     blocks, curves = needs_of(candidates, traced.graph, found, call.num_rows)
     return session_on(found, blocks, curves, traced, call, tensors, buffers, world, device)
 
@@ -47,8 +49,11 @@ def session_on(cluster: Cluster, blocks: Sequence[BlockNeed], curves: Sequence[C
                    _fixed_step(prologue, call, tensors, world, device), device, quick)
 
 
-def cluster_of(world: World) -> Cluster:
-    return detect.cluster(world.gather)
+def cluster_of(world: World, graph: ModelGraph) -> Cluster:
+    """The devices for a model, each with its speed beside the others. All ranks call this."""
+    sites = world.gather(detect.here())
+    held = sum(info.num_elements * item_bytes(info.dtype) for info in graph.params.values())
+    return detect.cluster(sites, speeds(sites, world, own_device()), held)
 
 
 def _fixed_step(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world: World,

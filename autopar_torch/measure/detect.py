@@ -1,22 +1,48 @@
-"""What this run was started on: nodes, devices, and which ranks share a core."""
+"""What this run was started on: nodes, devices, what they may use, and which ranks share a core."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from ..cluster import CPU_CORE, INFINIBAND, LOOPBACK, NVLINK, Cluster, Device
+from . import quotas
+
+LEAST_STEP = 2**26
 
 
-def here() -> tuple[str, str, Device]:
-    """(node, core, device) of this process."""
-    device = _gpu() if torch.cuda.is_available() else _cpu()
-    return _node(), _core(), device
+class Site(NamedTuple):
+    """Where a process runs, and on what."""
+
+    node: str
+    cores: str  # those that it may use, of which machine; ranks with the same text share them
+    num_cores: int
+    share: float  # cores' time that its node may use
+    device: Device  # with the memory of the node, if it is a CPU
+    used_bytes: float = 0.0  # what the process has taken by now
+    left_bytes: float = math.inf  # what its own limits leave it beside that
+
+
+@cache
+def here() -> Site:
+    """The site of this process, as it was when it was first asked for: memory in use changes."""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Site(_node(), f"cuda {gpu.uuid}", 1, math.inf, _gpu())
+    found = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    number = len(found) or os.cpu_count() or 1
+    return Site(_node(), f"{_machine()} cores {found or number}", number, quotas.cores(), _cpu(),
+                 quotas.used_bytes(), quotas.own_bytes())
 
 
 def _node() -> str:
@@ -24,14 +50,6 @@ def _node() -> str:
     namespace = Path("/proc/self/ns/net")
     inode = namespace.stat().st_ino if namespace.exists() else 0
     return f"{socket.gethostname()}/{inode}"
-
-
-def _core() -> str:
-    """The cores that this process may use, of this machine; a GPU is its own."""
-    if torch.cuda.is_available():
-        return f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return f"{_machine()} core {cores[0]}" if len(cores) == 1 else ""
 
 
 def _machine() -> str:
@@ -43,8 +61,8 @@ def _machine() -> str:
 def _cpu() -> Device:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = platform.processor() or platform.machine() or "CPU"
-    return Device(_model_name() or name, CPU_CORE.flops_per_s, CPU_CORE.memory_bytes_per_s, total,
-                  "detected")
+    return Device(_model_name() or name, CPU_CORE.flops_per_s, CPU_CORE.memory_bytes_per_s,
+                  int(min(total, quotas.group_bytes())), "detected")
 
 
 def _model_name() -> str:
@@ -59,24 +77,55 @@ def _gpu() -> Device:
     return Device(properties.name, 312e12, 2e12, properties.total_memory, "detected")
 
 
-def cluster(gather: Callable[[tuple[str, str, Device]], list[tuple[str, str, Device]]]) -> Cluster:
-    """The cluster, from each rank's `here`, in rank order. Ranks of a node must be neighbours."""
-    places = gather(here())
+def crowds(sites: Sequence[Site]) -> list[float]:
+    """Per rank: how many times as much of its cores as there is the ranks on them want; 1 where
+    there is enough for all. A quota of half a core wants no more than that."""
+    ranks = Counter(site.node for site in sites)
+    wanted: dict[str, float] = {}
+    for site in sites:
+        own = min(1.0, site.share / ranks[site.node])
+        wanted[site.cores] = wanted.get(site.cores, 0.0) + own
+    return [max(1.0, wanted[site.cores] / site.num_cores) for site in sites]
+
+
+def cluster(sites: Sequence[Site], speeds: Sequence[float] = (), held_bytes: int = 0) -> Cluster:
+    """The cluster, from each rank's site, in rank order. Ranks of a node must be neighbours.
+    `held_bytes`: of the model, which each of them holds already."""
+    ranks = Counter(site.node for site in sites)
+    rooms = _alike([_room(site, ranks[site.node], held_bytes) for site in sites])
     nodes: dict[str, list[Device]] = {}
-    for node, _, device in places:
-        nodes.setdefault(node, []).append(device)
-    devices = tuple(tuple(_part(d, len(own)) for d in own) for own in nodes.values())
-    names = [core or str(rank) for rank, (_, core, _) in enumerate(places)]
+    for site, room, speed in zip(sites, rooms, speeds or [1.0] * len(sites), strict=True):
+        device = replace(site.device, memory_bytes=room, speed=speed)
+        nodes.setdefault(site.node, []).append(device)
+    shared = [site.num_cores == 1 and crowd > 1
+              for site, crowd in zip(sites, crowds(sites), strict=True)]
+    names = [sites[r].cores if shared[r] else str(r) for r in range(len(sites))]
     order = list(dict.fromkeys(names))
     cores = tuple(order.index(name) for name in names)
     inside = NVLINK if torch.cuda.is_available() else LOOPBACK
     across = INFINIBAND if torch.cuda.is_available() else LOOPBACK
-    return Cluster(devices, inside, across, cores=cores)
+    return Cluster(tuple(map(tuple, nodes.values())), inside, across, cores=cores)
 
 
-def _part(device: Device, num_ranks: int) -> Device:
-    """The bytes of one rank: CPU ranks share the memory of their node."""
+def _room(site: Site, num_ranks: int, held_bytes: int) -> int:
+    """Bytes for the tensors of one rank, rounded down: the ranks of a node share its memory."""
     if torch.cuda.is_available():
-        return device
-    return Device(device.name, device.flops_per_s, device.memory_bytes_per_s,
-                  device.memory_bytes // num_ranks, device.source)
+        return site.device.memory_bytes
+    share = site.device.memory_bytes // num_ranks
+    room = min(share, share - site.used_bytes + held_bytes, site.left_bytes + held_bytes)
+    step = _step(max(0.0, room))
+    return max(step, int(room // step * step))
+
+
+def _step(room: float) -> int:
+    """By so much what a process has left may differ between runs, and between equal machines."""
+    return max(LEAST_STEP, 2 ** (int(room).bit_length() - 6))
+
+
+def _alike(rooms: Sequence[int]) -> list[int]:
+    """As much as the least of those that have about as much: equal machines stay equal."""
+    levels: list[int] = []
+    for room in sorted(rooms):
+        if not levels or room > levels[-1] + _step(room):
+            levels.append(room)
+    return [max(level for level in levels if level <= room) for room in rooms]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 LATE = ("sum", "scatter")  # they end a step, when some ranks come later than others
 WARM_UP = 2  # rounds that are not timed
 PROBES, PROBE_BYTES = 12, 1 << 20  # exchanges beside computing, to see how they share a core
-WIDTH, DEPTH = 192, 4  # of the layers that run before each message and collective
+ROWS, WIDTH, DEPTH = 128, 192, 4  # of the layers that run before each message and collective
 
 
 class Places(Protocol):
@@ -170,11 +170,11 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
     return max(0.0, seconds - float(sent[0]) - float(got[0])) / 2, busy_s / 2
 
 
-def computing(device: torch.device) -> Callable[[], None]:
+def computing(device: torch.device, rows: int = ROWS) -> Callable[[], None]:
     """Forward and backward of some layers."""
     layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
               nn.LayerNorm(WIDTH)]
-    block, x = nn.Sequential(*layers * DEPTH).to(device), torch.ones(128, WIDTH, device=device)
+    block, x = nn.Sequential(*layers * DEPTH).to(device), torch.ones(rows, WIDTH, device=device)
     return lambda: block(x).sum().backward()
 
 

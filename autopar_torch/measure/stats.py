@@ -20,10 +20,15 @@ def trimmed_mean(values: Sequence[float]) -> float:
 def uncertainty(seconds: Sequence[float]) -> float:
     """Relative error of the median: smaller with more repeats. Times that are mostly those of the
     clock count as certain."""
-    if len(seconds) < 2 or median(seconds) < WORTH_S:
+    return relative_error(seconds) if seconds and median(seconds) >= WORTH_S else 0.0
+
+
+def relative_error(values: Sequence[float]) -> float:
+    """Of the median: about a standard error, of which outliers do not make much."""
+    if len(values) < 2:
         return 0.0
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / median(seconds) / len(seconds) ** 0.5
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / median(values) / len(values) ** 0.5
 
 
 def quantiles(values: Sequence[float], count: int = 25) -> tuple[float, ...]:

@@ -68,13 +68,16 @@ RECORD_EVERY = 3  # rounds, odd and even ones; recorded steps are not timed
 class Side:
     """One plan, ready to step."""
 
-    def __init__(self, make: Any, degrees: dict[str, Any]) -> None:
+    def __init__(self, make: Any, plan: Any) -> None:
+        """`plan`: one, or the degrees of a uniform one."""
         import torch
 
         import autopar_torch as ap
 
         model, self.batch = make()
-        self.model = ap.parallelize(model, self.batch, plan=ap.Plan.uniform(**degrees))
+        if isinstance(plan, dict):
+            plan = ap.Plan.uniform(**plan)
+        self.model = ap.parallelize(model, self.batch, plan=plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []
         self.computing: list[float] = []
@@ -138,7 +141,13 @@ def rank_main(model: str, rounds: int, out: str, names: list[str]) -> None:
     pin()
     dist.init_process_group("gloo")
     plans = {n: p for n, p in PLANS[dist.get_world_size()].items() if not names or n in names}
-    sides = {name: Side(MODELS[model], degrees) for name, degrees in plans.items()}
+    stepped({name: Side(MODELS[model], degrees) for name, degrees in plans.items()}, rounds, out)
+
+
+def stepped(sides: dict[str, Side], rounds: int, out: str) -> None:
+    """Rounds of measuring and of steps of all plans in turn; rank 0 writes rows and profile."""
+    import torch.distributed as dist
+
     num_rows = next(iter(next(iter(sides.values())).batch.values())).shape[0]
     for side in sides.values():
         side.step()
@@ -181,6 +190,7 @@ def row(side: Side, profile: Any, num_rows: int) -> dict[str, Any]:
         "comm_s": statistics.mean(p.comm_s for p in parts),
         "overlap_s": statistics.mean(p.overlap_s for p in parts),
         "measured_compute_s": statistics.mean(computing),
+        "computing_s": [[p.compute_s, own] for p, own in zip(parts, computing, strict=True)],
         "predicted_bytes": [m.peak_bytes for m in timeline.memory], "measured_bytes": peaks,
         "memory": [vars_of(m) for m in timeline.memory],
     }

@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,6 @@ CASES = [  # model, rows, ranks, network
 ]
 CUTOFFS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
 LIMIT = 0.02
-
-
-class Runner(Side):
-    """One plan with a model of its own."""
-
-    def __init__(self, make: Any, rows: int, plan: Any) -> None:
-        import torch
-
-        import autopar_torch as ap
-
-        model, self.batch = make(rows=rows)
-        self.model = ap.parallelize(model, self.batch, plan=plan)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.seconds: list[float] = []
 
 
 def feasible(traced: Any, known: Any, rows: int) -> list[Any]:
@@ -77,13 +64,13 @@ def rank_main(model: str, rows: int, out: str) -> None:
     chosen = ap.parallelize(net, batch, confirm=8)
     call, tensors = take_apart((), batch)
     traced = chosen.retrace(call, True, ("loss",))
-    cluster = cluster_of(chosen.world)
+    cluster = cluster_of(chosen.world, traced.graph)
     known = choose.recall(traced, call, tensors, {}, chosen.world, chosen.device, cluster,
                           Constraints())
     plans = feasible(traced, known, rows)
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
     plans = [chosen.plan, *(plan for plan in plans if not same(plan, chosen.plan))]
-    runners = [Runner(make, rows, plan) for plan in plans]
+    runners = [Side(partial(make, rows=rows), plan) for plan in plans]
     rounds_s = race(runners, CUTOFFS, chosen.world, stays=(0,))
     if dist.get_rank() == 0:
         rows_out = [{"plan": short(runner.model.plan), "seconds": seconds}
