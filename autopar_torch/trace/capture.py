@@ -24,8 +24,9 @@ from . import opaque
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
-from .effects import Effects, attributes_set, refuse_functions
+from .effects import Effects, attributes_set
 from .form import Form, LossFn, outputs_of
+from .functions import refuse_unseen, watched
 
 log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
@@ -74,7 +75,7 @@ class _Flat(nn.Module):
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
         outputs = tuple(named[name] for name in names)
-        refuse_functions(outputs)
+        refuse_unseen(outputs)
         return outputs
 
 
@@ -225,7 +226,7 @@ def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossF
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen(), _limited(), _masks_as_given()):
+          call.surroundings(device), flat.effects.seen(), _limited(), _masks_as_given(), watched()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)

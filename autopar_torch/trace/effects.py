@@ -1,7 +1,7 @@
 """What forward does that a trace would lose: found while it runs as Python, and refused by name.
 
-The trace keeps tensor operations only. Counters, Python's random numbers, hooks that look on and
-the backward of a user's own `autograd.Function` would be gone without a word.
+The trace keeps tensor operations only. Counters, Python's random numbers and hooks that look on
+would be gone without a word.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import linecache
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -154,24 +154,6 @@ def _restore(own: Any, then: Attributes) -> None:
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(
                 dict(items) if isinstance(value, dict) else items)
-
-
-def refuse_functions(outputs: Iterable[Tensor]) -> None:
-    """The backward that a user has written for a function is not in a trace."""
-    seen, stack = set(), [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [before for before, _ in node.next_functions]
-        own = getattr(type(node), "_forward_cls", None)
-        if own is not None and not is_library(own):
-            raise TraceError(
-                f"{own.__qualname__} is an autograd.Function with a backward of its own, which a "
-                "trace does not keep", where=kind_of(own),
-                fix="write it with torch operations or as a torch.library.custom_op" + _OTHERS,
-            )
 
 
 def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
