@@ -51,6 +51,19 @@ class Counts(Branch):
         return self.inner(x), float(x.detach().numpy().mean())
 
 
+class Ranges(Branch):
+    """Keeps the largest value that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        if x.detach().numpy().max() > 0:
+            self.largest = torch.maximum(self.largest, x.detach().max())
+        return self.inner(x) / self.largest
+
+
 class Doubled(torch.autograd.Function):
     """Its backward is that of what it does."""
 
@@ -155,8 +168,12 @@ def test_a_function_is_traced_if_its_backward_is_that_of_its_forward(
     assert "Rounded.apply(self.inner(x))" in caplog.text
 
 
-def test_a_model_trains_untraced_if_a_module_returns_numbers() -> None:
-    model, (x, y) = ap.parallelize(Net(Counts)), _batch()
+@pytest.mark.parametrize(("last", "why"), [
+    (Counts, "returns more than tensors"), (Ranges, "changes its buffer largest")])
+def test_a_model_trains_untraced_if_a_module_does_more_than_to_make_tensors(
+        last: type[nn.Module], why: str) -> None:
+    model, (x, y) = ap.parallelize(Net(last)), _batch()
     plain = copy.deepcopy(model.module)
     torch.testing.assert_close(model(x, y).detach(), plain(x, y).detach())
-    assert "layers.3 cannot be traced, and returns more than tensors" in model.fallback_reason
+    torch.testing.assert_close(dict(model.state_dict()), plain.state_dict())
+    assert f"layers.3 cannot be traced, and {why}" in model.fallback_reason
