@@ -93,6 +93,8 @@ RULES: dict[str, tuple[fx.Node, str]] = {
     "bernoulli_": (node(aten.bernoulli_.float, floats(B, H), 0.5), "S0>S0 S1>S1"),
     "amax": (node(aten.amax.default, floats(B, S, H), [1]), "S0>S0 S2>S1"),
     "sum": (node(aten.sum.dim_IntList, floats(B, S), [1]), "S0>S0 S1>P"),
+    "new numbers for rows": (node(aten.new_ones.default, floats(B, H), [B, 3]), "S0>S0"),
+    "new numbers": (node(aten.new_ones.default, floats(B, 8), [9, 3]), "S0>R S1>R"),
     "std": (node(aten.std.dim, floats(B, S, H), [1]), "S0>S0 S2>S1"),
     "one row written": (node(aten.select_scatter.default, floats(B, S, 4), floats(B, 4), 1, 0),
                         "S0,S0>S0 S2,S1>S2"),
