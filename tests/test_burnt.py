@@ -199,6 +199,7 @@ class Noting(Net):
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if not self.noted:
             nn.Linear(2, 2)
+            self.child = nn.ReLU()
         self.noted = tuple(x.shape[1:])
         return super().forward(x, y)
 
@@ -247,7 +248,7 @@ def claim_what_is_the_same_after_every_forward_is_traced() -> None:
     for degrees in (TP2, DP2):
         model = parallel(degrees, Noting)
         assert near(step_losses(model), want) and not model.fallback_reason, degrees
-        assert not model.module.noted
+        assert not model.module.noted and not hasattr(model.module, "child")
 
 
 def claim_what_a_trace_would_lose_is_trained_untraced_and_refused_where_split() -> None:

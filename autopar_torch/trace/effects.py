@@ -66,10 +66,14 @@ class Effects:
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """The model is then as it was: its first forward is still to come."""
+        children = [(own._modules, dict(own._modules)) for own in self.model.modules()]
         try:
             yield
         finally:
             restore(self.before.values())
+            for now, then in children:
+                now.clear()
+                now.update(then)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
