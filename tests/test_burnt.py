@@ -183,6 +183,27 @@ class Counting(Net):
         return super().forward(x * self.calls, y)
 
 
+class Starting(Net):
+    started = False
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x, self.started = x if self.started else 2 * x, True
+        return super().forward(x, y)
+
+
+class Noting(Net):
+    """After the first forward nothing changes, and what it made and dropped counts for nothing."""
+
+    noted: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if not self.noted:
+            nn.Linear(2, 2)
+            self.child = nn.ReLU()
+        self.noted = tuple(x.shape[1:])
+        return super().forward(x, y)
+
+
 class Collecting(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -216,9 +237,18 @@ class Reentrant(Checkpointed):
 LOST = {
     Reversed: ("Reversal", "test_burnt.Reversal"),
     Counting: ("calls", "self.calls += 1"),
+    Starting: ("started", "self.started = "),
     Collecting: ("seen", "forward"),
     Chancy: ("random", "forward"),
 }
+
+
+def claim_what_is_the_same_after_every_forward_is_traced() -> None:
+    want = step_losses(net(Noting))
+    for degrees in (TP2, DP2):
+        model = parallel(degrees, Noting)
+        assert near(step_losses(model), want) and not model.fallback_reason, degrees
+        assert not model.module.noted and not hasattr(model.module, "child")
 
 
 def claim_what_a_trace_would_lose_is_trained_untraced_and_refused_where_split() -> None:

@@ -51,6 +51,54 @@ class Counts(Branch):
         return self.inner(x), float(x.detach().numpy().mean())
 
 
+class Ranges(Branch):
+    """Keeps the largest value that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        if x.detach().numpy().max() > 0:
+            self.largest = torch.maximum(self.largest, x.detach().max())
+        return self.inner(x) / self.largest
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward is that of what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.abs() * by
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return 4 * ctx.saved_tensors[0].abs() * grad, None
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through: its backward is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Doubles(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return Doubled.apply(self.inner(x), 2.0)
+
+
+class Rounds(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return Rounded.apply(self.inner(x))
+
+
 class Net(nn.Module):
     def __init__(self, last: type[nn.Module] = Branch) -> None:
         super().__init__()
@@ -70,9 +118,9 @@ def _batch() -> tuple[Tensor, Tensor]:
     return torch.randn(NUM_ROWS, WIDTH, generator=draw), torch.randn(NUM_ROWS, generator=draw)
 
 
-def _trains(**plan: Any) -> None:
-    plain, (x, y) = Net(), _batch()
-    model = ap.parallelize(Net(), plan=ap.Plan.uniform(**plan))
+def _trains(last: type[nn.Module] = Branch, **plan: Any) -> None:
+    plain, (x, y) = Net(last), _batch()
+    model = ap.parallelize(Net(last), plan=ap.Plan.uniform(**plan))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for _ in range(2):
         loss, want = model(x, y), plain(x, y)
@@ -88,6 +136,11 @@ def _trains(**plan: Any) -> None:
 
 def claim_what_is_around_an_opaque_module_is_split_in_a_tensor_group() -> None:
     _trains(tp=2)
+
+
+def claim_a_backward_of_its_own_is_kept() -> None:
+    for last in (Rounds, Doubles):
+        _trains(last, tp=2)
 
 
 def claim_opaque_modules_run_on_their_stages() -> None:
@@ -106,8 +159,21 @@ def test_the_log_names_the_module_and_the_line(caplog: pytest.LogCaptureFixture)
     assert "layers.3 cannot be traced" in caplog.text and "numpy().max() > 0" in caplog.text
 
 
-def test_a_model_trains_untraced_if_a_module_returns_numbers() -> None:
-    model, (x, y) = ap.parallelize(Net(Counts)), _batch()
+def test_a_function_is_traced_if_its_backward_is_that_of_its_forward(
+        caplog: pytest.LogCaptureFixture) -> None:
+    for last in (Doubles, Rounds):
+        with caplog.at_level(logging.WARNING):
+            ap.parallelize(Net(last), _batch())
+        assert ("layers.3 cannot be traced" in caplog.text) == (last is Rounds)
+    assert "Rounded.apply(self.inner(x))" in caplog.text
+
+
+@pytest.mark.parametrize(("last", "why"), [
+    (Counts, "returns more than tensors"), (Ranges, "changes its buffer largest")])
+def test_a_model_trains_untraced_if_a_module_does_more_than_to_make_tensors(
+        last: type[nn.Module], why: str) -> None:
+    model, (x, y) = ap.parallelize(Net(last)), _batch()
     plain = copy.deepcopy(model.module)
     torch.testing.assert_close(model(x, y).detach(), plain(x, y).detach())
-    assert "layers.3 cannot be traced, and returns more than tensors" in model.fallback_reason
+    torch.testing.assert_close(dict(model.state_dict()), plain.state_dict())
+    assert f"layers.3 cannot be traced, and {why}" in model.fallback_reason

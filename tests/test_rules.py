@@ -83,7 +83,8 @@ RULES: dict[str, tuple[fx.Node, str]] = {
     "index of a weight": (node(aten.index.Tensor, floats(8, H), [ids(B, S)]),
                           "R,S0>S0 R,S1>S1 S1,R>S2 S0,R>P"),
     "rows by number": (node(aten.index.Tensor, floats(B, H), [ids(5)]), "R,S0>S0 S1,R>S1"),
-    "repeat": (node(aten.repeat.default, floats(B, S, H), [1, 1, 2]), "S0>S0 S1>S1"),
+    "repeat": (node(aten.repeat.default, floats(B, S, H), [1, 1, 2]), "S0>S0 S1>S1 S2>S2/2"),
+    "rows repeated": (node(aten.repeat.default, floats(B, H), [2, 4, 1]), "S0>S1/4 S1>S2"),
     "expand_as": (node(aten.expand_as.default, floats(B, S, 1), floats(B, S, H)),
                   "S0,S0>S0 S1,S1>S1 R,S2>S2"),
     "nll_loss": (node(aten.nll_loss_nd.default, floats(B, H), ids(B), None, 2), "S0,S0>P"),
@@ -92,6 +93,8 @@ RULES: dict[str, tuple[fx.Node, str]] = {
     "bernoulli_": (node(aten.bernoulli_.float, floats(B, H), 0.5), "S0>S0 S1>S1"),
     "amax": (node(aten.amax.default, floats(B, S, H), [1]), "S0>S0 S2>S1"),
     "sum": (node(aten.sum.dim_IntList, floats(B, S), [1]), "S0>S0 S1>P"),
+    "new numbers for rows": (node(aten.new_ones.default, floats(B, H), [B, 3]), "S0>S0"),
+    "new numbers": (node(aten.new_ones.default, floats(B, 8), [9, 3]), "S0>R S1>R"),
     "std": (node(aten.std.dim, floats(B, S, H), [1]), "S0>S0 S2>S1"),
     "one row written": (node(aten.select_scatter.default, floats(B, S, 4), floats(B, 4), 1, 0),
                         "S0,S0>S0 S2,S1>S2"),
@@ -200,7 +203,7 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Many(nn.Module):
-    """Ops whose rules are found, and those whose sizes become local."""
+    """Ops whose rules are found, and those whose sizes become local; copies of all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,6 +217,7 @@ class Many(nn.Module):
         a, b, c = h.split_with_sizes([16, 8, 8], -1)
         h = torch.cat([a.logsumexp(1, keepdim=True) + a, b.repeat(1, 1, 2) + c.repeat(1, 1, 2)], -1)
         h = torch.stack(h.unbind(1), 1)[:, torch.tensor([0, 3, 1])].amax(1)
+        h = (h.repeat(3, 1).view(3, -1, 32) * torch.tensor([1.0, 2.0, -1.5])[:, None, None]).sum(0)
         return F.nll_loss(self.head(h).log_softmax(-1), y)
 
 

@@ -260,9 +260,11 @@ def _stack(op: ShapedOp) -> list[DimFactor]:
 
 
 def _made_new(op: ShapedOp) -> list[DimFactor]:
-    """What is made has nothing to do with the values of the input."""
-    return [DimFactor({0: d}, k) for k, size in enumerate(op.out)
-            for d, own in enumerate(op.shapes[0]) if own == size != 1]
+    """What is made has nothing to do with the values of the input: it may come out whole."""
+    cut = [DimFactor({0: d}, k) for k, size in enumerate(op.out)
+           for d, own in enumerate(op.shapes[0]) if own == size != 1]
+    has_rows = any(size % ROWS == 0 for size in op.out)
+    return cut if has_rows else [*cut, *(DimFactor({0: d}, -1) for d in range(len(op.shapes[0])))]
 
 
 def _gather(op: ShapedOp) -> list[DimFactor]:

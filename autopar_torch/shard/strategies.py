@@ -51,6 +51,8 @@ def _strategies_of(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
         return _view_strategies(op, pieces)
     if op.name in PARTS:
         return _part_strategies(op, pieces)
+    if op.name == "repeat":
+        return _repeat_strategies(op, pieces)
     return [s for factor in factors_of(op) for s in _of_factor(op, factor, pieces)]
 
 
@@ -88,6 +90,20 @@ def _part_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     parts = op.node.meta["info"]
     for outer in sorted(outers) if {part.shape for part in parts} == {op.out} else []:
         found.append(_strategy(op, {0: Split(cut, len(parts) * outer)}, Split(cut, outer)))
+    return found
+
+
+def _repeat_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
+    """What is cut is cut within each of the copies: they are an outer part of the result."""
+    new = len(op.out) - len(op.shapes[0])
+    found = []
+    for dim, size in enumerate(op.shapes[0]):
+        copies = op.out[new + dim] // size if size else 0
+        outers = {outer for d, outer in pieces[op.inputs[0]] if d == dim}
+        outers |= {outer // copies for d, outer in pieces[op.node]
+                   if d == new + dim and copies and outer % copies == 0}
+        found += [_strategy(op, {0: Split(dim, outer)}, Split(new + dim, outer * copies))
+                  for outer in sorted({1} | outers) if size > 1 and size % outer == 0 and copies]
     return found
 
 

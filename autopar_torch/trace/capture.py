@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
-from . import opaque
+from . import opaque, settled
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
-from .effects import Effects, attributes_set, refuse_functions
+from .effects import Effects, attributes_set, restore
 from .form import Form, LossFn, outputs_of
+from .functions import refuse_unseen, watched
 
 log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
@@ -57,14 +58,14 @@ class Captured:
 class _Flat(nn.Module):
     """Takes tensors only, returns a tuple of tensors only: what export can digest."""
 
-    def __init__(self, model: nn.Module, call: Call, loss_fn: LossFn | None,
+    def __init__(self, effects: Effects, call: Call, loss_fn: LossFn | None,
                  wanted: tuple[str, ...] | None,
                  tell: Callable[[tuple[tuple[str, ...], Form]], None],
                  dtype: torch.dtype | None) -> None:
         super().__init__()
         self.dtype = dtype
-        self.model, self.call, self.loss_fn, self.wanted = model, call, loss_fn, wanted
-        self.effects = Effects(model)
+        self.model, self.call, self.loss_fn, self.wanted = effects.model, call, loss_fn, wanted
+        self.effects = effects
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -74,7 +75,7 @@ class _Flat(nn.Module):
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
         outputs = tuple(named[name] for name in names)
-        refuse_functions(outputs)
+        refuse_unseen(outputs)
         return outputs
 
 
@@ -215,17 +216,42 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
     raise AssertionError("the last try raises")
 
 
-def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossFn | None,
-              wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-              dtype: torch.dtype | None) -> Captured:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    told: list[tuple[tuple[str, ...], Form]] = []
-    flat = _Flat(model, call, loss_fn, wanted, told.append, dtype)
-    flat.training = model.training
+def _exported(model: nn.Module, call: Call, device: torch.device, *how: Any) -> Captured:
+    """What forward changes must be the same after every forward: then each computes what the first
+    does, as a second trace has to show."""
+    mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
-    with (_fake_state(model, mode, device, shapes, dtype), _without_cache(model),
-          call.surroundings(device), flat.effects.seen(), _limited(), _masks_as_given()):
+    with effects.undone():
+        program, told = _program(effects, call, device, mode, *how)
+        if effects.changed:
+            restore(effects.after)
+            after, first_graph = Effects(model), program.graph
+            try:
+                program, told = _program(after, call, device, mode, *how)
+            except TraceError as error:
+                raise effects.changed from error
+            if after.changed or not settled.same(first_graph, program.graph):
+                raise effects.changed
+    sources, consts = {}, {}
+    for spec in program.graph_signature.input_specs:
+        source = _source(spec, names)
+        sources[spec.arg.name] = source
+        if source.kind == "const":
+            consts[source.name] = program.constants[spec.target]
+    return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
+                    dict(call.autocast).get(device.type))
+
+
+def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTensorMode,
+             loss_fn: LossFn | None, wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
+             dtype: torch.dtype | None) -> tuple[Any, tuple[tuple[str, ...], Form]]:
+    """What export makes of one forward, and the names and form of its outputs."""
+    told: list[tuple[tuple[str, ...], Form]] = []
+    flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype)
+    flat.training = effects.model.training
+    with (_fake_state(effects.model, mode, device, shapes, dtype), _without_cache(effects.model),
+          call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched()):
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)
@@ -241,14 +267,7 @@ def _exported(model: nn.Module, call: Call, device: torch.device, loss_fn: LossF
                 fix="avoid data-dependent Python control flow in forward" if in_front
                 else "where the sequence comes first, and the batch second, say batch_dim=1",
             ) from error
-    sources, consts = {}, {}
-    for spec in program.graph_signature.input_specs:
-        source = _source(spec, names)
-        sources[spec.arg.name] = source
-        if source.kind == "const":
-            consts[source.name] = program.constants[spec.target]
-    return Captured(program.graph, program.graph_module, sources, *told[-1], flat.effects.reads,
-                    consts, dict(call.autocast).get(device.type))
+    return program, told[-1]
 
 
 def _refuse_data_sizes(module: fx.GraphModule) -> None:

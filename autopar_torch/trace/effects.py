@@ -1,7 +1,7 @@
 """What forward does that a trace would lose: found while it runs as Python, and refused by name.
 
-The trace keeps tensor operations only. Counters, Python's random numbers, hooks that look on and
-the backward of a user's own `autograd.Function` would be gone without a word.
+The trace keeps tensor operations only. Counters, Python's random numbers and hooks that look on
+would be gone without a word.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
@@ -46,6 +47,8 @@ class Effects:
         self.before = {id(own): (own, _state(own)) for own in (*model.modules(), *self.configs)}
         self.read: set[tuple[type, str]] = set()
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
+        self.changed: TraceError | None = None  # says which attribute is another afterwards
+        self.after: list[tuple[Any, Attributes]] = []  # export undoes changes of attributes
 
     @property
     def reads(self) -> frozenset[Read]:
@@ -53,20 +56,28 @@ class Effects:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Around the trace. The model is then as it was: its first forward is still to come."""
+        """Around the trace."""
         _refuse_hooks(self.model)
+        with (attributes_set(nn.Module, __getattribute__=self._getter(),
+                             __setattr__=self._setter()),
+              attributes_set(CheckpointFunction, apply=staticmethod(_unrolled))):
+            yield
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """The model is then as it was: its first forward is still to come."""
+        children = [(own._modules, dict(own._modules)) for own in self.model.modules()]
         try:
-            with (attributes_set(nn.Module, __getattribute__=self._getter(),
-                                 __setattr__=self._setter()),
-                  attributes_set(CheckpointFunction, apply=staticmethod(_unrolled))):
-                yield
+            yield
         finally:
-            for own, then in self.before.values():
-                _restore(own, then)
+            restore(self.before.values())
+            for now, then in children:
+                now.clear()
+                now.update(then)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
-        """Around forward itself: nothing else may have changed when it returns."""
+        """Around forward itself: what else has changed when it returns must not be tensors."""
         drawn = _numbers()
         yield
         if _numbers() != drawn:
@@ -78,18 +89,22 @@ class Effects:
         named = [*self.model.named_modules(), *(("config", own) for own in self.configs)]
         for name, own in named:
             then, now = self.before.get(id(own), (own, Attributes()))[1], _state(own)
+            self.after.append((own, now))
             for key in {**then, **now}:
                 line = self.lines.get((id(own), key), "forward")
                 if line.startswith(_TORCH):
                     continue  # weight_norm, pruning: derived from parameters in every forward
                 if name == "config" and (key in UNREAD or then.get(key, (None,))[0] is None):
                     continue  # a default filled in: every trace fills in the same
-                if key not in then or key not in now or not _equal(then[key][1], now[key][1]):
-                    raise TraceError(
-                        f"forward changes {name or 'the model'}.{key}, and a trace would change it "
-                        "once", where=line,
-                        fix="register it as a buffer, or change it outside of forward" + _OTHERS,
-                    )
+                if key in then and key in now and _equal(then[key][1], now[key][1]):
+                    continue
+                self.changed = self.changed or TraceError(
+                    f"forward changes {name or 'the model'}.{key}, and a trace would change it "
+                    "once", where=line,
+                    fix="register it as a buffer, or change it outside of forward" + _OTHERS,
+                )
+                if key not in now or any(isinstance(x, Tensor) for x in tree_leaves(now[key])):
+                    raise self.changed
 
     def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
@@ -144,34 +159,18 @@ def _equal(old: Any, new: Any) -> bool:
     return old is new or (isinstance(old, PLAIN) and isinstance(new, PLAIN) and bool(old == new))
 
 
-def _restore(own: Any, then: Attributes) -> None:
-    now = vars(own)
-    for name in [name for name, _ in attributes(own) if name not in then]:
-        del now[name]
-    for name, (value, items) in then.items():
-        now[name] = value
-        if value is not items and not _equal(_held(value), items):
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(
-                dict(items) if isinstance(value, dict) else items)
-
-
-def refuse_functions(outputs: Iterable[Tensor]) -> None:
-    """The backward that a user has written for a function is not in a trace."""
-    seen, stack = set(), [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [before for before, _ in node.next_functions]
-        own = getattr(type(node), "_forward_cls", None)
-        if own is not None and not is_library(own):
-            raise TraceError(
-                f"{own.__qualname__} is an autograd.Function with a backward of its own, which a "
-                "trace does not keep", where=kind_of(own),
-                fix="write it with torch operations or as a torch.library.custom_op" + _OTHERS,
-            )
+def restore(states: Iterable[tuple[Any, Attributes]]) -> None:
+    """Give modules and configs the attributes that they had once."""
+    for own, then in states:
+        now = vars(own)
+        for name in [name for name, _ in attributes(own) if name not in then]:
+            del now[name]
+        for name, (value, items) in then.items():
+            now[name] = value
+            if value is not items and not _equal(_held(value), items):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(
+                    dict(items) if isinstance(value, dict) else items)
 
 
 def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:

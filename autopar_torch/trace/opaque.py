@@ -161,7 +161,7 @@ def _learn(own: OpaqueModule, infos: Sequence[Any]) -> tuple[list[Any], Any]:
             torch.manual_seed(0)
             given = [_made_up(shape, dtype, rows) for shape, dtype, _ in infos]
             state = torch.get_rng_state()
-            trees.append(own.tree(*given))
+            trees.append(_run(own, given))
             if not torch.equal(state, torch.get_rng_state()):
                 raise _refusal(own.path, "draws random numbers")
     if any(not isinstance(x, Tensor | None) for x in pytree.tree_leaves(trees[0])):
@@ -172,6 +172,23 @@ def _learn(own: OpaqueModule, infos: Sequence[Any]) -> tuple[list[Any], Any]:
     device = infos[0][2] if infos else torch.device("cpu")
     return [(tuple(_traced(own, a, b) for a, b in zip(x.shape, y.shape, strict=True)), x.dtype,
              device) for x, y in zip(few, more, strict=True)], trees[0]
+
+
+def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
+    """What it returns; it may not change its buffers, as what is put in their place is dropped."""
+    names, module = own.names, own.model.get_submodule(own.path)  # type: ignore[union-attr]
+    before = {name: (x, x._version) for name, x in zip(names, given, strict=False)}
+    after: dict[str, tuple[Tensor, int]] = {}
+    hook = module.register_forward_hook(lambda module, *_: after.update(
+        (name, (x, x._version)) for name, x in module.named_buffers()))
+    try:
+        tree = own.tree(*given)
+    finally:
+        hook.remove()
+    for name, (value, version) in after.items():
+        if value is not before[name][0] or version != before[name][1]:
+            raise _refusal(own.path, f"changes its buffer {name}")
+    return tree
 
 
 def _made_up(shape: Sequence[int], dtype: torch.dtype, rows: int) -> Tensor:

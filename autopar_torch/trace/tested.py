@@ -29,7 +29,9 @@ log = logging.getLogger("autopar_torch")
 PARTS: tuple[tuple[list[int], list[int]], ...] = (
     ([0, 1], [2, 3]), ([0], [1, 2, 3]), ([3, 1], [0, 2]))
 SHARES = 0.3, 0.7  # of a value that is a sum over the rows
-TYPES = (torch.float64, 1e-6), (torch.float32, 1e-4)  # where an op has no float64
+# Limit of differences; what a gradient of zero may come out as, of the largest. Some ops have no
+# float64.
+TYPES = (torch.float64, 1e-6, 1e-11), (torch.float32, 1e-4, 1e-5)
 MOST_FLOPS, MOST_ELEMENTS = 5e7, 1 << 23  # of a row, and of all rows
 ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 
@@ -128,11 +130,11 @@ def _answer(region: _Region, name: str) -> str:
         return "it is too large to be tried"
     region.graph = small
     said = "it does not run on made-up values"
-    for dtype, limit in TYPES:
+    for dtype, limit, noise in TYPES:
         learnt = 0
         for seed, change in enumerate((_plain, _positive, _plain, _alike, _far)):
             try:
-                said = _tried(region, dtype, limit, seed, change)
+                said = _tried(region, dtype, (limit, noise), seed, change)
             except ERRORS as error:
                 log.debug("%s does not run in %s: %s", name, dtype, error)
                 continue
@@ -295,7 +297,8 @@ def _far(value: Tensor) -> Tensor:
     return 10 * value + 5 if value.is_floating_point() else value
 
 
-def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change: Any) -> str:
+def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], seed: int,
+           change: Any) -> str:
     """What of the whole is not that of the parts; an error if the whole does not run."""
     draw, graph = torch.Generator().manual_seed(seed), _as_type(region.graph, dtype)
     infos = {n.name: info_of(n) for n in graph.nodes}
@@ -309,7 +312,7 @@ def _tried(region: _Region, dtype: torch.dtype, limit: float, seed: int, change:
     if not all(v.isfinite().all() for v in (*whole.outs.values(), *whole.grads.values())):
         raise ValueError("the whole is not finite")
     largest = max((float(v.abs().max()) for v in whole.grads.values() if v.numel()), default=0.0)
-    noise = 100 * torch.finfo(dtype).eps * largest  # what a gradient of zero may come out as
+    limit, noise = limits[0], limits[1] * largest
     for cut in PARTS:
         parts = []
         for rows, share in zip(cut, SHARES, strict=True):
