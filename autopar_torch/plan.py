@@ -225,7 +225,9 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
                   + f" device(s), {replica.num_micro_batches} micro-batch(es)"
                   + (f", {replica.rows} share(s) of the rows" if replica.rows else "")
                   for replica in self.replicas]
-        shape = " | ".join(shapes if len(set(shapes)) > 1 else shapes[:1])
+        runs = [(text, len(list(run))) for text, run in itertools.groupby(shapes)]
+        shape = " | ".join(f"{count} x {text}" if len(runs) > 1 < count else text
+                           for text, count in runs)
         tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
         if idle := self.idle(num_devices):
             tail += f"; idle: {_short(idle)}"

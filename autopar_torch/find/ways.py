@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -47,10 +48,13 @@ def meshes(cluster: Cluster, most: int, limits: Constraints) -> list[tuple[int, 
 
 
 def _meshes(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
-    """Tensor groups of neighbours: inside a node, across nodes, and both as two axes."""
+    """Tensor groups of neighbours: inside a node, across nodes, and both as two axes. They share
+    out all devices, or those of one class on one node."""
     total, per_node = cluster.num_devices, max(map(len, cluster.nodes))
+    alike = Counter(zip(cluster.node_of, cluster.class_of, strict=True)).values()
+    degrees = {parts for count in (total, *alike) for parts in divisors(count)} - {1}
     found: list[tuple[int, ...]] = [()]
-    for parts in divisors(total)[1:]:
+    for parts in sorted(degrees):
         if parts > most:
             break
         found.append((parts,))

@@ -7,12 +7,13 @@ with the price that the engine gives. It ends when no bound is below the best pl
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ from .tables import Array, Tables
 MOST_JOINT = 4096  # cuts of all replicas together that are looked at for one sharing
 FEW = 4  # devices: all their shapes are looked at
 MOST_POOLS = 8  # of many devices: how many the engine prices
+HALVINGS = 24  # of a bisection
+STAGES = (1, 2, 4, 8)  # of a pipeline, and micro-batches, where rows are shared out
 MOST_REFINED = 48  # and of how many the kinds of pipelines are worked out
 MOST_TEAMS = 16  # teams of one stage that its sums are bounded by
 
@@ -104,7 +107,7 @@ class _Hunt:
         self.bounds = Bounds(self.tables, bool(limits.recompute), self.room_bytes)
         self.best: list[tuple[float, int, Choice]] = []
         self.heap: list[tuple[float, int, Family | Leaf]] = []
-        self.serial = itertools.count()
+        self.serial, self.many = itertools.count(), self.cluster.num_devices > FEW
         self.seen: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         self.nothing: SearchError | None = None
@@ -113,9 +116,8 @@ class _Hunt:
 
     def result(self) -> Result:
         groups = groups_of(self.cluster, self.options, self.limits, self._measured)
-        few = self.cluster.num_devices <= FEW
-        self._even(few)
-        if few:
+        self._even()
+        if not self.many:
             for shape in Shapes(self.cluster, groups, len(self.graph.blocks), self.num_rows,
                                 self.limits):
                 for family in self._families(shape):
@@ -157,7 +159,7 @@ class _Hunt:
 
     # --- plans of equal replicas ----------------------------------------------------------------
 
-    def _even(self, few: bool) -> None:
+    def _even(self) -> None:
         """On all devices of every set of classes, each as the slowest of them. With many devices
         the engine prices only the best of each set."""
         class_of, count = self.cluster.class_of, len(self.cluster.classes)
@@ -166,7 +168,8 @@ class _Hunt:
                 devices = [rank for rank, k in enumerate(class_of) if k in chosen]
                 try:
                     found = search(self.graph, self.options, self.profile, self.num_rows,
-                                   self.limits, kept=self.kept if few else 1, devices=devices)
+                                   self.limits, kept=1 if self.many else self.kept,
+                                   devices=devices)
                 except SearchError as error:
                     self.nothing = error
                     continue
@@ -206,8 +209,48 @@ class _Hunt:
                 if (shared := pool.shared(rows // pool.rows)) is not None:
                     heapq.heappush(queue, (shared.seconds, number, pool, shared, False))
         bounds += [bound for bound, _, _, shared, _ in queue if shared is None]
+        leaves = sorted(((self._walked_s(leaf), next(self.serial), leaf)
+                         for leaf in self._by_rows(groups)), key=lambda entry: entry[:2])
+        self.seen["considered"] += len(leaves)
+        for walked_s, _, leaf in leaves[:MOST_POOLS]:
+            if walked_s < self._first_s():
+                self._offer(self._plan(leaf))
         if self.best:
             self.gap = max(0.0, 1 - min(bounds) / self._first_s())
+
+    def _by_rows(self, groups: Sequence[Group]) -> Iterator[Leaf]:
+        """Replicas of one class each, in step, with as many rows as they can take; those of the
+        lowest bounds."""
+        counts, found = Counter(self.cluster.class_of), []
+        by_class = [[group for group in groups if group.device == k] for k in counts]
+        for stages, chosen in itertools.product(STAGES, itertools.product(*by_class)):
+            if len(chosen) > 2 and len({group.degree for group in chosen}) > 1:
+                continue  # of more than two classes, too many to try
+            shape = tuple((group,) * stages for group in chosen
+                          for _ in range(counts[group.device] // (group.degree * stages)))
+            if shape and stages <= len(self.graph.blocks):
+                found += [family for family in self._families(shape)
+                          if family.num_micro_batches in STAGES]
+        shared = ((family, self._even_out(family)) for family in found)
+        bounded = [(max(self._own_s(family, r, own) for r, own in enumerate(given)), k, family,
+                    given) for k, (family, given) in enumerate(shared) if given]
+        for _, _, family, given in heapq.nsmallest(MOST_POOLS, bounded):
+            yield from self._leaves(family, family.sharing(given))
+
+    def _leaves(self, family: Family, sharing: Sharing) -> Iterator[Leaf]:
+        """The best cut of every replica by its bound, for each ZeRO stage."""
+        dp = len(family.shape)
+        schedule = self._schedules(family.shape, max(sharing.number))[0]
+        for zero in (z for z in (0, 1, 2, 3) if self.limits.zero in (None, z)):
+            cuts = []
+            for r, lineup in enumerate(family.shape):
+                own, rows, count = self.bounds.of(lineup), sharing.rows[r], sharing.number[r]
+                sends, backs = self._messages(lineup, family.places[r], rows)
+                seconds = own.seconds(rows, count, schedule, sends, backs) + own.outside(dp, zero)
+                seconds[~own.fits(dp, zero, count)] = np.inf
+                cuts.append(int(seconds.argmin()) if seconds.min() < np.inf else -1)
+            if min(cuts) >= 0:
+                yield Leaf(family, sharing, zero, schedule, tuple(cuts))
 
     def _first_s(self) -> float:
         return self.best[0][0] if self.best else np.inf
@@ -248,18 +291,41 @@ class _Hunt:
                 yield Family(shape, places, rows // count, 0, count)
 
     def _least(self, family: Family) -> float:
-        """A lower bound of all sharings: the next unit goes where it costs least."""
-        replicas = range(len(family.shape))
-        given = [1] * len(replicas)
-        ends = [(self._own_s(family, r, 1), r) for r in replicas]
-        later = [(self._own_s(family, r, 2), r) for r in replicas]
-        for _ in range(family.units - len(given)):
-            bound, r = min(later)
-            if bound > self._limit():
-                return float("inf")
-            given[r] += 1
-            ends[r], later[r] = later[r], (self._own_s(family, r, given[r] + 1), r)
-        return max(ends)[0]
+        """A lower bound of all sharings."""
+        given = self._even_out(family)
+        return max(self._own_s(family, r, own) for r, own in enumerate(given)) if given else np.inf
+
+    def _even_out(self, family: Family) -> list[int]:
+        """Units of each replica, so that the slowest is as quick as can be. Empty if that is over
+        the limit anyway."""
+        alike: dict[Lineup, list[int]] = {}
+        for r, lineup in enumerate(family.shape):
+            alike.setdefault(lineup, []).append(r)
+
+        def most(seconds: float) -> list[int]:
+            found = [0] * len(family.shape)
+            for replicas in alike.values():
+                units = bisect.bisect_right(range(1, family.units + 1), seconds,
+                                            key=partial(self._own_s, family, replicas[0]))
+                for r in replicas:
+                    found[r] = units
+            return found
+
+        limit = self._first_s() if self.many else self._limit()
+        high = min(limit, max(self._own_s(family, own[0], family.units) for own in alike.values()))
+        low = 0.0
+        if sum(most(high)) < family.units or min(most(high)) < 1:
+            return []
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            enough = sum(most(middle)) >= family.units and min(most(middle)) >= 1
+            low, high = (low, middle) if enough else (middle, high)
+        given = most(high)
+        while (over := sum(given) - family.units) > 0:
+            ends = [self._own_s(family, r, own) if own > 1 else 0.0 for r, own in enumerate(given)]
+            for r in sorted(range(len(given)), key=lambda r: -ends[r])[:over]:
+                given[r] -= 1
+        return given
 
     def _own_s(self, family: Family, replica: int, units: int) -> float:
         """A lower bound of the step by one replica, whatever its cut, schedule and ZeRO stage."""
@@ -372,8 +438,10 @@ class _Hunt:
     def _walked_s(self, leaf: Leaf) -> float:
         """A bound that walks through the schedule of each replica."""
         family, dp, found = leaf.family, len(leaf.cuts), 0.0
-        for r, (lineup, k) in enumerate(zip(family.shape, leaf.cuts, strict=True)):
-            rows, count, own = leaf.sharing.rows[r], leaf.sharing.number[r], self.bounds.of(lineup)
+        distinct = {key: r for r, key in reversed(list(enumerate(
+            zip(family.shape, leaf.cuts, *leaf.sharing, strict=True))))}
+        for (lineup, k, count, rows), r in distinct.items():
+            own = self.bounds.of(lineup)
             sums = self._sums_s(family, r, leaf.zero)[k].tolist()
             gathers, early = self._per_use(leaf, r)
             sends, backs = self._messages(lineup, family.places[r], rows, k)
