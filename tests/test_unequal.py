@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
+from autopar_torch import api
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.errors import SearchError
 from autopar_torch.plan import BUCKET_BYTES, Plan
@@ -21,7 +23,9 @@ from autopar_torch.search.shapes import Group, Lineup, Sharing, as_unequal_plan,
 from autopar_torch.search.space import Constraints, divisors
 from autopar_torch.search.unequal import search_unequal
 from autopar_torch.simulate import simulate
+from autopar_torch.simulate.network import lookup
 from problems import Problem, problem, unequal
+from zoo import NanoGPT
 
 SOME = settings(deadline=None, max_examples=12)
 MANY = settings(deadline=None, max_examples=300)
@@ -162,6 +166,52 @@ def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: in
 @MANY
 def test_the_search_finds_what_brute_force_finds_on_many_problems(seed: int) -> None:
     same_as_brute_force(seed, 3)
+
+
+def with_one_more(given: Problem, draw: random.Random) -> Problem:
+    """The same with another device of some class, on its node."""
+    cluster = given.profile.profile.cluster
+    node = draw.randrange(len(cluster.nodes))
+    nodes = tuple((*own, own[0]) if k == node else own for k, own in enumerate(cluster.nodes))
+    larger = msgspec.structs.replace(cluster, nodes=nodes)
+    profile = msgspec.structs.replace(given.profile.profile, cluster=larger)
+    return given._replace(profile=lookup(profile))
+
+
+def loss_s(given: Problem) -> float:
+    """Everyone gets the loss, also who idles."""
+    return given.profile.curve("sum", range(given.profile.profile.cluster.num_devices)).seconds(4.0)
+
+
+def never_slower_with_one_more(seed: int, most: int) -> None:
+    small = unequal(seed, most)
+    large = with_one_more(small, random.Random(seed))
+    assert found_s(large) <= (found_s(small) + loss_s(large) - loss_s(small)) * (1 + 1e-9)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=5)
+def test_one_more_device_never_makes_a_step_longer(seed: int) -> None:
+    never_slower_with_one_more(seed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@given(seeds)
+@settings(deadline=None, max_examples=200)
+def test_one_more_device_never_makes_a_step_longer_in_many_cases(seed: int) -> None:
+    never_slower_with_one_more(seed, 3)
+
+
+def test_the_search_leaves_out_devices_that_only_slow_it_down() -> None:
+    """Eight quick devices beside eight or two slow ones: the seconds are those of eight."""
+    with torch.device("meta"):
+        model = NanoGPT(512, 2048, 8, 16, 512)
+    batch = {name: torch.empty(16, 512, dtype=torch.int64, device="meta")
+             for name in ("idx", "targets")}
+    found = {name: api.plan(model, batch, name, precision="bfloat16").step_s
+             for name in ("8xH100", "8xH100 + 8xV100-32", "8xH100 + 2xV100-32")}
+    assert max(found.values()) <= found["8xH100"] * (1 + 1e-9), found
 
 
 def mixed_plan(draw: random.Random, given: Problem) -> tuple[Plan, Profile, int] | None:

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from ..plan import Plan
+from ..plan import Plan, Replica
 from .best import Choice, Result
 
 MIB = 2**20
 
 
 def short(plan: Plan) -> str:
-    """`tp 2 x pp 2 x dp 1, 4 micro-batches, 1f1b`."""
+    """`tp 2 x pp 2 x dp 1, 4 micro-batches, 1f1b`; of unequal replicas each in words."""
     replica = plan.replicas[0]
+    words = [_in_words(own) for own in plan.replicas]
+    if len(set(words)) > 1 or (len({stage.devices[0] for stage in replica.stages}) > 1 and len(
+            {len(stage.devices) for stage in replica.stages}) > 1):
+        runs = [(text, len(list(run))) for text, run in groupby(words)]
+        text = " + ".join(f"{count} x ({own})" if count > 1 else f"({own})" for own, count in runs)
+        return f"{text}, {plan.schedule}" + (f", zero {plan.zero}" if plan.zero else "")
     tp = "x".join(map(str, replica.stages[0].axes))
     pp, virtual = len(replica.positions), len(replica.stages) // len(replica.positions)
     parts = [f"tp {tp} x pp {pp} x dp {len(plan.replicas)}"]
     parts.append(f"{replica.num_micro_batches} micro-batch(es)")
     if pp > 1:
         parts.append(plan.schedule + (f" x{virtual}" if virtual > 1 else ""))
-        parts.append("blocks " + "|".join(_sizes(plan)))
+        parts.append("blocks " + "|".join(_sizes(replica)))
     parts += [f"zero {plan.zero}"] if plan.zero else []
     parts += ["recompute"] if replica.stages[0].recompute else []
     return ", ".join(parts)
 
 
-def _sizes(plan: Plan) -> list[str]:
+def _in_words(replica: Replica) -> str:
+    """`tp 2|1, blocks 5|3, 4 micro-batches, 3 shares of the rows`."""
+    parts = ["tp " + "|".join("x".join(map(str, stage.axes)) for stage in replica.stages)]
+    parts += ["blocks " + "|".join(_sizes(replica))] if len(replica.stages) > 1 else []
+    parts.append(f"{replica.num_micro_batches} micro-batch(es)")
+    parts += [f"{replica.rows} share(s) of the rows"] if replica.rows else []
+    parts += ["recompute"] if any(stage.recompute for stage in replica.stages) else []
+    return ", ".join(parts)
+
+
+def _sizes(replica: Replica) -> list[str]:
     """Blocks per stage, equal ones in a row together: `7`, `14x6`, `7`."""
-    ranges = (stage.blocks or (0, 0) for stage in plan.replicas[0].stages)
+    ranges = (stage.blocks or (0, 0) for stage in replica.stages)
     runs = [(size, len(list(run))) for size, run in groupby(b - a for a, b in ranges)]
     return [f"{count}x{size}" if count > 1 else str(size) for size, count in runs]
 

@@ -13,6 +13,7 @@ from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Profile
+from ..simulate import simulate
 from ..simulate.network import lookup
 from .best import Choice, Result
 from .evaluate import Pricer
@@ -112,6 +113,8 @@ def against(case: Case, plan: Plan, best: Plan) -> list[str]:
 
 def why(case: Case, best: Choice) -> list[str]:
     """Why this sharding, why these degrees, and what would change them."""
+    if len(case.profile.cluster.classes) > 1:
+        return ["what each device does:", *_by_device(case, best.plan)]
     pricer, borders = case.pricer(best.plan)
     rows = ["a step is spent on:"]
     for name, seconds in time_parts(pricer, borders).items():
@@ -122,6 +125,30 @@ def why(case: Case, best: Choice) -> list[str]:
     rows += ["how blocks are split:", *_splits(pricer)]
     rows += ["with one choice made otherwise, the rest chosen again:", *_otherwise(case, best)]
     return [*rows, "what would change the plan:", *_changes(case, best)]
+
+
+def _by_device(case: Case, plan: Plan) -> Iterator[str]:
+    """A row for each rank, or for all that do the same at the same time."""
+    cluster = case.profile.cluster
+    timeline = simulate(plan, case.graph, case.profile, case.num_rows)
+    spans = plan.micro_batches(case.num_rows)
+    alike = {ranks[0]: len(ranks) for ranks in timeline.alike}
+    later = {rank for ranks in timeline.alike for rank in ranks[1:]}
+    yield (f"{'rank':>6}  {'device':16} {'blocks':>9} {'rows':>5}  computing  exchanging   idle"
+           "  memory")
+    for r, replica in enumerate(plan.replicas):
+        rows = sum(end - start for start, end in spans[r])
+        for stage in replica.stages:
+            for rank in (rank for rank in stage.devices if rank not in later):
+                part, memory = timeline.parts(rank), timeline.memory[rank]
+                shares = (x / part.step_s for x in (part.compute_s, part.comm_s, part.idle_s))
+                yield (f"{rank:>6}  {cluster.devices[rank].name[:16]:16} "
+                       f"{'{}:{}'.format(*(stage.blocks or (0, 0))):>9} {rows:>5}  "
+                       + "  ".join(f"{share:9.1%}" for share in shares)
+                       + f"  {memory.peak_bytes / GIB:.1f} GiB"
+                       + (f", as {alike[rank] - 1} more" if rank in alike else ""))
+    if idle := plan.idle(cluster.num_devices):
+        yield f"{len(idle)} device(s) idle: with them a step would be no faster"
 
 
 def _splits(pricer: Pricer) -> Iterator[str]:
