@@ -4,7 +4,8 @@
     with Lab([Node(name="a"), Node(name="b")]) as lab:    # tests/netlab: in an emulated cluster
         results = run_ranks(2, "test_ranks:describe", 3, lab=lab)
 
-The same file is what each rank runs: `python -m ranks module:function arguments folder`.
+Ranks are forked from a server that has imported torch once (warm.py). In a lab each is a process of
+its own, `python -m ranks module:function arguments folder`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import contextlib
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from netlab import Lab
@@ -40,6 +41,49 @@ class RankFailed(AssertionError):
     """A rank crashed or hung."""
 
 
+class Rank(Protocol):
+    """What is asked of a process, however it was started."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> Any: ...
+    def kill(self) -> None: ...
+
+
+class Forked:
+    """A rank that was forked from the server."""
+
+    def __init__(self, environment: dict[str, str], log: Path, arguments: list[str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["__main__", "warm"])
+        self.process = context.Process(target=_be_forked, args=(environment, str(log), arguments))
+        self.process.start()
+        self.pid: int = self.process.pid or 0
+        self.wait, self.kill = self.process.join, self.process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+def _be_forked(environment: dict[str, str], log: str, arguments: list[str]) -> None:
+    """As if it had been started by itself."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _main(arguments)
+
+
 def run_ranks(
     num_ranks: int, target: str, *args: Any, timeout_s: float = HANG_S, lab: Lab | None = None
 ) -> list[Any]:
@@ -52,7 +96,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         port = _free_port()
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[Rank] = []
         try:
             for rank in range(num_ranks):
                 ranks.append(_start(rank, num_ranks, port, target, args, folder, lab))
@@ -66,7 +110,7 @@ def run_ranks(
 def _start(
     rank: int, num_ranks: int, port: int, target: str, args: tuple[Any, ...], folder: Path,
     lab: Lab | None,
-) -> subprocess.Popen[bytes]:
+) -> Rank:
     old_path = os.environ.get("PYTHONPATH", "")
     environment = os.environ | {
         "RANK": str(rank),
@@ -80,20 +124,20 @@ def _start(
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), old_path])),
     }
-    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    if lab is not None:
-        environment |= lab.environment(rank, num_ranks)
-        popen = partial(lab.popen, lab.node_of(rank, num_ranks))
-    command = [sys.executable, "-m", "ranks", target, json.dumps(args), str(folder)]
+    arguments = [target, json.dumps(args), str(folder)]
+    if lab is None:
+        return Forked(environment, _log_file(folder, rank), arguments)
+    environment |= lab.environment(rank, num_ranks)
     with _log_file(folder, rank).open("wb") as log:
-        return popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
+        return lab.popen(
+            lab.node_of(rank, num_ranks), [sys.executable, "-m", "ranks", *arguments],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
 def _watch(
-    ranks: list[subprocess.Popen[bytes]], target: str, timeout_s: float, folder: Path
+    ranks: list[Rank], target: str, timeout_s: float, folder: Path
 ) -> None:
     """Return when all have finished well; raise at the first that has not, or at the timeout."""
     deadline = time.monotonic() + timeout_s
@@ -120,7 +164,7 @@ def _watch(
 
 
 def _failure(
-    ranks: list[subprocess.Popen[bytes]], target: str, failed: list[int], folder: Path
+    ranks: list[Rank], target: str, failed: list[int], folder: Path
 ) -> str:
     first, *others = failed
     lines = [f"{target}: rank {first} exited with {ranks[first].returncode}", _tail(folder, first)]
@@ -137,11 +181,12 @@ def _tail(folder: Path, rank: int, num_lines: int = TAIL_LINES) -> str:
     return "\n".join(lines[-num_lines:])
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Rank) -> None:
     """End the rank with everything it started, and wait for it; nothing if it has ended."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # it may not have had a group yet
     process.wait()
 
 
@@ -159,13 +204,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main() -> None:
+def _main(arguments: list[str]) -> None:
     """Be one rank. Nobody leaves before all have finished, so nobody's peer vanishes early."""
     faulthandler.register(DUMP, all_threads=True)
-    target, arguments, name = sys.argv[1:]
+    target, given, name = arguments
     folder, rank = Path(name), int(os.environ["RANK"])
     module, _, function = target.partition(":")
-    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    result = getattr(importlib.import_module(module), function)(*json.loads(given))
     draft = folder / f"{rank}.draft"
     draft.write_text(json.dumps(result))
     draft.rename(_result_file(folder, rank))
@@ -177,4 +222,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(sys.argv[1:])

@@ -12,7 +12,7 @@ import oracle
 import zoo
 from ranks import HANG_S, run_ranks
 
-QUICK = ["gpt2", "resnet", "mlp"]
+QUICK = ["nanogpt", "resnet", "mlp"]
 
 
 def run_table(models: list[str], plans: list[dict[str, Any]], pad: bool) -> list[list[Any]]:
