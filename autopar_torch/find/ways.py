@@ -15,7 +15,7 @@ from ..errors import SearchError
 from ..plan import BUCKET_BYTES, Plan, Stage
 from ..profile import BlockCosts, BlockNeed, Lookup, program_key
 from ..run.shardings import complete
-from ..search.shapes import Places, Shapes, Sharing, as_unequal_plan, groups_of, placed
+from ..search.shapes import Placement, Shapes, Sharing, as_unequal_plan, groups_of, placed
 from ..search.space import Candidate, Constraints, Option, as_plan, divisors
 from ..shard.estimate import estimate
 from ..shard.layout import Square, parse_forms, side
@@ -191,7 +191,7 @@ def unequal_probes(options: Sequence[Option], num_blocks: int, cluster: Cluster,
     return found
 
 
-def _uses(places: Places, cluster: Cluster) -> set[tuple[str, str]]:
+def _uses(places: Placement, cluster: Cluster) -> set[tuple[str, str]]:
     """How the groups lie that exchange something."""
     found = {("all", cluster.place(sorted(d for own in places for group in own for d in group)))}
     for own in places:

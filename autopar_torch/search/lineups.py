@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 MOST_CUTS = 400  # so many cuts of a lineup are all looked at; of more, those nearest to balance
 
 
-class _Blocks(NamedTuple):
+class _BlockSums(NamedTuple):
     """Sums over the blocks before each border, one micro-batch on one class of devices."""
 
     forward: Array
@@ -36,7 +36,7 @@ class Bounds:
 
     def __init__(self, tables: Tables, recompute: bool, room_bytes: Sequence[float]) -> None:
         self.tables, self.recompute, self.room_bytes = tables, recompute, room_bytes
-        self._blocks: dict[tuple[Group, int], _Blocks] = {}
+        self._blocks: dict[tuple[Group, int], _BlockSums] = {}
         self._lineups: dict[Lineup, LineupBounds] = {}
 
     @property
@@ -48,12 +48,12 @@ class Bounds:
             self._lineups[lineup] = LineupBounds(self, lineup)
         return self._lineups[lineup]
 
-    def blocks(self, group: Group, rows: int) -> _Blocks:
+    def blocks(self, group: Group, rows: int) -> _BlockSums:
         if (group, rows) not in self._blocks:
             own = self.tables.blocks(group.option, rows, self.recompute, group.device)
             whole = np.minimum(own.backward, own.input + own.weight)
             added = np.minimum(own.added, 0.0)
-            self._blocks[group, rows] = _Blocks(
+            self._blocks[group, rows] = _BlockSums(
                 _sums(own.forward), _sums(whole + added),
                 _sums(np.minimum(own.input, whole) + added))
         return self._blocks[group, rows]
@@ -104,7 +104,7 @@ class LineupBounds:
         f, w, i = (np.stack([np.diff(getattr(self.shared.blocks(group, rows), name)[
                        self.cuts[:, p : p + 2]], axis=1)[:, 0]
                        for p, group in enumerate(self.lineup)], axis=1)
-                   for name in _Blocks._fields)
+                   for name in _BlockSums._fields)
         f = f + self._before_forward
         p, m, there, back = len(self.lineup), count, sum(sends), sum(backs)
         if p == 1:

@@ -22,8 +22,8 @@ class Group(NamedTuple):
 
 
 Lineup = tuple[Group, ...]  # the groups of a replica, in the order of its stages
-Shape = tuple[Lineup, ...]  # all replicas; their order says nothing
-Places = tuple[tuple[tuple[int, ...], ...], ...]  # replica, position: its devices
+Lineups = tuple[Lineup, ...]  # all replicas; their order says nothing
+Placement = tuple[tuple[tuple[int, ...], ...], ...]  # replica, position: its devices
 
 
 class Sharing(NamedTuple):
@@ -54,11 +54,11 @@ class Shapes:
                 yield longer
                 yield from self._longer(longer, _without(left, group))
 
-    def __iter__(self) -> Iterator[Shape]:
+    def __iter__(self) -> Iterator[Lineups]:
         return (shape for shape in self._more((), 0, self.counts)
                 if self.limits.dp in (None, len(shape)))
 
-    def _more(self, begun: Shape, first: int, left: Mapping[int, int]) -> Iterator[Shape]:
+    def _more(self, begun: Lineups, first: int, left: Mapping[int, int]) -> Iterator[Lineups]:
         """Shapes that begin so; lineups come in order, so that each set of them comes once."""
         for index in range(first, len(self.lineups)) if len(begun) < self.most_replicas else ():
             lineup, rest = self.lineups[index], dict(left)
@@ -85,7 +85,7 @@ def groups_of(cluster: Cluster, options: Sequence[Option], limits: Constraints,
             and known(device, index)]
 
 
-def placed(shape: Shape, cluster: Cluster) -> Places | None:
+def placed(shape: Lineups, cluster: Cluster) -> Placement | None:
     """Devices for every group: the large groups first, each from the first node that has room.
     None if a group finds no node."""
     free: dict[tuple[int, int], list[int]] = {}
@@ -105,9 +105,9 @@ def placed(shape: Shape, cluster: Cluster) -> Places | None:
     return tuple(tuple(found[r, p] for p in range(len(lineup))) for r, lineup in enumerate(shape))
 
 
-def as_unequal_plan(shape: Shape, places: Places, cuts: Sequence[Sequence[int]], sharing: Sharing,
-                    options: Sequence[Option], limits: Constraints, schedule: ScheduleName,
-                    zero: int, bucket_bytes: int) -> Plan:
+def as_unequal_plan(shape: Lineups, places: Placement, cuts: Sequence[Sequence[int]],
+                    sharing: Sharing, options: Sequence[Option], limits: Constraints,
+                    schedule: ScheduleName, zero: int, bucket_bytes: int) -> Plan:
     """A shape written out, with the borders of each replica."""
     table: list[Sharding] = []
     equal = len(set(sharing.rows)) == 1
