@@ -131,8 +131,7 @@ def brute_force_s(problem: Problem) -> float:
                           devices=devices)
         except SearchError:
             continue
-        found += [even.step_s if len(chosen) == 1 else priced(problem, c.plan)
-                  for c in even.choices]
+        found += [priced(problem, choice.plan) for choice in even.choices]
     return min(found)
 
 

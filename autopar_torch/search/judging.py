@@ -97,7 +97,7 @@ class Judge:
                 self.seen["considered"] += found.considered
                 self.discarded.update(found.discarded)
                 for choice in found.choices:
-                    if size == 1 and self.profile.profile.assumed:
+                    if size == 1 and self.many and self.profile.profile.assumed:
                         self._keep(choice)
                     else:
                         self.offer(choice.plan)
