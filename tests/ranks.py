@@ -23,8 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
 
 if TYPE_CHECKING:
     from netlab import Lab
@@ -58,6 +61,10 @@ class Forked:
     def __init__(self, environment: dict[str, str], log: Path, arguments: list[str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["__main__", "warm"])
+        with pytest.MonkeyPatch.context() as patch:  # of the server, which starts with the first
+            for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+                patch.setenv(name, environment[name])
+            forkserver.ensure_running()
         self.process = context.Process(target=_be_forked, args=(environment, str(log), arguments))
         self.process.start()
         self.pid: int = self.process.pid or 0
@@ -74,6 +81,7 @@ class Forked:
 def _be_forked(environment: dict[str, str], log: str, arguments: list[str]) -> None:
     """As if it had been started by itself."""
     os.setsid()
+    sys.path[:] = sys.modules["warm"].PATH
     os.environ.clear()
     os.environ.update(environment)
     random.seed()

@@ -6,9 +6,7 @@ Nothing here may start a thread, which a fork would lose.
 from __future__ import annotations
 
 import os
-
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
+import sys
 
 import pytest
 import torch
@@ -20,5 +18,7 @@ from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 
 assert pytest and transformers and autopar_torch.integrations  # to have them is all
+PATH = list(sys.path)
 torch.set_num_threads(1)
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 trace(nn.Linear(2, 2), take_apart((torch.ones(2, 2),), {})[0], wanted=None)
