@@ -6,7 +6,6 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -30,14 +29,6 @@ from zoo import NanoGPT
 SOME = settings(deadline=None, max_examples=12)
 MANY = settings(deadline=None, max_examples=300)
 seeds = st.integers(0, 10**6)
-Ranks = tuple[int, ...]
-
-
-class Split(NamedTuple):
-    """Some of the devices in groups, these in replicas."""
-
-    shape: tuple[Lineup, ...]
-    places: tuple[tuple[Ranks, ...], ...]
 
 
 def parted(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -52,7 +43,7 @@ def parted(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*parts[:i], [first, *part], *parts[i + 1 :]]
 
 
-def splits(problem: Problem) -> Iterator[Split]:
+def shapes(problem: Problem) -> Iterator[tuple[Lineup, ...]]:
     """By devices, not by classes: sets of devices, in groups, in order, in replicas."""
     cluster, degrees = problem.profile.profile.cluster, {o.degree: k for k, o in
                                                           enumerate(problem.options)}
@@ -66,10 +57,9 @@ def splits(problem: Problem) -> Iterator[Split]:
             for replicas in parted(range(len(groups))):
                 orders = [list(itertools.permutations(replica)) for replica in replicas]
                 for order in itertools.product(*orders):
-                    yield Split(
-                        tuple(tuple(Group(cluster.class_of[groups[g][0]], degrees[len(groups[g])],
-                                          len(groups[g])) for g in one) for one in order),
-                        tuple(tuple(tuple(groups[g]) for g in one) for one in order))
+                    yield tuple(sorted(tuple(
+                        Group(cluster.class_of[groups[g][0]], degrees[len(groups[g])],
+                              len(groups[g])) for g in one) for one in order))
 
 
 def sharings(count: int, num_rows: int) -> Iterator[Sharing]:
@@ -84,11 +74,11 @@ def sharings(count: int, num_rows: int) -> Iterator[Sharing]:
 
 
 def every_plan(problem: Problem) -> Iterator[Plan]:
-    blocks, limits, seen = len(problem.graph.blocks), problem.limits, set()
-    for shape, places in splits(problem):
-        if shape in seen or len(shape) > problem.num_rows or max(map(len, shape)) > blocks:
+    blocks, limits = len(problem.graph.blocks), problem.limits
+    for shape in dict.fromkeys(shapes(problem)):
+        places = placed(shape, problem.profile.profile.cluster)  # where each lies is not searched
+        if places is None or len(shape) > problem.num_rows or max(map(len, shape)) > blocks:
             continue
-        seen.add(shape)  # devices of a class are alike
         cuts = [[(0, *inner, blocks)
                  for inner in itertools.combinations(range(1, blocks), len(one) - 1)]
                 for one in shape]
