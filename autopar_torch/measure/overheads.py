@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 
@@ -12,6 +11,7 @@ from ..profile import Overheads
 from ..shard.parts import copy_rows, fill, flat_piece
 from .links import FLUSH, computing
 from .samples import timed
+from .stats import trimmed_mean
 
 MOST, SMALL = 1 << 25, 256  # elements: of all tensors together at most; of each small tensor
 
@@ -56,7 +56,7 @@ class Extras:
             samples.clear()
 
     def result(self) -> Overheads:
-        found = {name: median(samples) for name, samples in self.samples.items()}
+        found = {name: trimmed_mean(samples) for name, samples in self.samples.items()}
         num_bytes = 4 * sum(self.sizes)
         return Overheads(
             step_s=found["batch"],

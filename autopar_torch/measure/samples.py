@@ -7,6 +7,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from ..shard.watch import between, listen, stamp
+from .stats import trimmed_mean
 
 
 class Sample(NamedTuple):
@@ -35,7 +36,7 @@ def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
 
 
 class Scales(NamedTuple):
-    """Factors that bring medians of single blocks to the median of whole rounds."""
+    """Factors that bring times of single blocks to that of whole rounds."""
 
     compute: float = 1.0
     comm: float = 1.0
@@ -45,15 +46,13 @@ Columns = Sequence[Sequence[Sample]]  # per block and phase: its samples, one a 
 
 
 def scales(own: Columns) -> Scales:
-    """Scale blocks so that they sum to the median of whole rounds. A throttled core stops for
-    milliseconds, a rank is late by milliseconds: medians of short blocks seldom show that.
-    """
-    compute = sum(median([s.compute_s for s in samples]) for samples in own)
-    comm = sum(median([s.comm_s for s in samples]) for samples in own)
+    """Scale blocks so that they sum to what whole rounds take, whatever single ones met."""
+    compute = sum(trimmed_mean([s.compute_s for s in samples]) for samples in own)
+    comm = sum(trimmed_mean([s.comm_s for s in samples]) for samples in own)
     if not compute:
         return Scales()
-    return Scales(median(whole(own, lambda s: s.compute_s)) / compute,
-                  median(whole(own, lambda s: s.comm_s)) / comm if comm else 1.0)
+    return Scales(trimmed_mean(whole(own, lambda s: s.compute_s)) / compute,
+                  trimmed_mean(whole(own, lambda s: s.comm_s)) / comm if comm else 1.0)
 
 
 def whole(own: Columns, value: Callable[[Sample], float]) -> list[float]:
@@ -63,10 +62,12 @@ def whole(own: Columns, value: Callable[[Sample], float]) -> list[float]:
 
 
 def seconds(samples: Sequence[Sample], scale: Scales) -> tuple[float, float]:
-    """(computing, exchanging) of one block."""
+    """(computing, exchanging) of one block. Not medians: a throttled core stops for milliseconds,
+    in few of its short blocks and in all long ones."""
     if not samples:
         return 0.0, 0.0
-    compute, comm = (median([getattr(s, n) for s in samples]) for n in ("compute_s", "comm_s"))
+    compute, comm = (trimmed_mean([getattr(s, n) for s in samples])
+                     for n in ("compute_s", "comm_s"))
     return compute * scale.compute, comm * scale.comm
 
 
@@ -81,7 +82,8 @@ def variation(own: Columns) -> Variation:
     rounds = whole(own, lambda s: s.compute_s)
     if not rounds:
         return Variation([], [])
-    usual, typical = median(rounds), [median([s.compute_s for s in samples]) for samples in own]
+    usual = median(rounds)
+    typical = [trimmed_mean([s.compute_s for s in samples]) for samples in own]
     least = sum(typical) / len(typical) / 4  # smaller ones are mostly clock
     single = [samples[k].compute_s / max(m * rounds[k] / max(usual, 1e-9), 1e-9)
               for samples, m in zip(own, typical, strict=True) if m > least
