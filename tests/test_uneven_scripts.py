@@ -17,7 +17,7 @@ import claims
 import nets
 import oracle
 import zoo
-from autopar_torch.cluster import named
+from autopar_torch.datasheets import named
 from autopar_torch.errors import PlanError
 from autopar_torch.plan import Plan, Replica, Stage, check
 from autopar_torch.run.sharded import local
