@@ -150,7 +150,7 @@ def test_an_equal_question_is_not_searched_again(
     monkeypatch.setattr(choose, "lookup", lambda _: profile)
     monkeypatch.setattr(choose, "_simulated", lambda choices, *_: choices)
     first = choose.found_before(graph, known, num_rows, Constraints(), 8)
-    monkeypatch.setattr(choose, "search", None)
+    monkeypatch.setattr(choose, "fastest", None)
     assert choose.found_before(graph, known, num_rows, Constraints(), 8) == first
     with pytest.raises(TypeError, match="not callable"):
         choose.found_before(graph, known, num_rows, Constraints(zero=0), 8)

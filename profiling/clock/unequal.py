@@ -1,4 +1,4 @@
-"""How far are predictions from the clock on unequal machines, and plans from each other?
+"""How far are predictions from the clock on unequal machines, and plans from the best?
 
     python profiling unequal --case half --quick     # two emulated nodes, CPU 1 : 0.5
     python profiling unequal --case three            # three, 1 : 0.7 : 0.4
