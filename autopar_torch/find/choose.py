@@ -24,7 +24,7 @@ from ..profile import Profile
 from ..run.world import World
 from ..search.best import KEPT, SAFETY, Choice, Result, varied
 from ..search.space import Constraints
-from ..search.unequal import fastest
+from ..search.unequal import fastest, gives_unequal
 from ..simulate import simulate
 from ..simulate.network import lookup
 from ..trace import Traced
@@ -71,7 +71,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     Where nothing is shared, the engine would only repeat the walk. The engine may predict more
     bytes than the search: if no plan fits then, the search is repeated with less memory.
     """
-    equal = len(known.profile.cluster.classes) == 1
+    equal = not gives_unequal(known.profile)
     shared = not known.profile.assumed or known.profile.cluster.shares
     num_kept = max(kept, MOST_KEPT) if equal and shared else kept
     result = fastest(graph, known.options, lookup(known.profile), num_rows, limits, num_kept)

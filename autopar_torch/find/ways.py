@@ -17,6 +17,7 @@ from ..profile import BlockCosts, BlockNeed, Lookup, program_key
 from ..run.shardings import complete
 from ..search.shapes import Placement, Shapes, Sharing, as_unequal_plan, groups_of, placed
 from ..search.space import Candidate, Constraints, Option, as_plan, divisors
+from ..search.unequal import FEW
 from ..shard.estimate import estimate
 from ..shard.layout import Square, parse_forms, side
 from ..shard.price import Prices
@@ -173,7 +174,7 @@ def probes(candidates: Sequence[Candidate], options: Sequence[Option],
 def unequal_probes(options: Sequence[Option], num_blocks: int, cluster: Cluster, num_rows: int,
                    limits: Constraints) -> list[Plan]:
     """Plans that together use every kind of group between unequal devices that some plan uses."""
-    if len(cluster.classes) == 1:
+    if len(cluster.classes) == 1 or cluster.num_devices > FEW:
         return []
     groups = groups_of(cluster, options, limits, lambda *_: True)
     zeros = [zero for zero in (0, 1, 3) if limits.zero in (None, zero)]

@@ -87,10 +87,11 @@ class Judge:
         for size in range(1, count + 1):
             for chosen in itertools.combinations(range(count), size):
                 devices = [rank for rank, k in enumerate(class_of) if k in chosen]
+                options = [option for i, option in enumerate(self.options)
+                           if all(self.measured(k, i) for k in chosen)]
                 try:
-                    found = search(self.graph, self.options, self.profile, self.num_rows,
-                                   self.limits, kept=1 if self.many else self.kept,
-                                   devices=devices)
+                    found = search(self.graph, options, self.profile, self.num_rows, self.limits,
+                                   kept=1 if self.many else self.kept, devices=devices)
                 except SearchError as error:
                     self.nothing = error
                     continue

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..errors import SearchError
 from ..model import ModelGraph
-from ..profile import Lookup
+from ..profile import Lookup, Profile
 from .best import KEPT, Result, search
 from .few import Enumeration
 from .judging import Judge
@@ -26,9 +26,15 @@ FEW = 4  # devices: all their shapes are looked at
 def fastest(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
             limits: Constraints, kept: int = KEPT) -> Result:
     """The fastest plans: of equal replicas where all devices are equal, else of any."""
-    equal = len(profile.profile.cluster.classes) == 1
-    return (search if equal else search_unequal)(graph, options, profile, num_rows, limits,
-                                                 kept=kept)
+    find = search_unequal if gives_unequal(profile.profile) else search
+    return find(graph, options, profile, num_rows, limits, kept=kept)
+
+
+def gives_unequal(profile: Profile) -> bool:
+    """Whether devices differ and may get unequal work. On more than a few only by datasheets: of
+    what many devices exchange in all their sets, too much would have to be measured."""
+    cluster = profile.cluster
+    return len(cluster.classes) > 1 and (profile.assumed or cluster.num_devices <= FEW)
 
 
 def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
