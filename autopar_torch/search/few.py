@@ -33,6 +33,8 @@ class Enumeration:
                             judge.limits):
             for family in judge.families(shape):
                 self._push(self._least(family), family)
+        if not all(own.all_cuts for own in judge.bounds.known()):
+            judge.left_out(judge.ideal_s(groups))
         self._empty()
 
     def _empty(self) -> None:
@@ -100,7 +102,7 @@ class Enumeration:
             each.append(sorted((float(seconds[k]), k) for k in possible))
         most = int(MOST_JOINT ** (1 / dp))
         if np.prod([len(own) for own in each]) > MOST_JOINT:
-            self.judge.seen["trimmed"] += 1
+            self.judge.left_out(min(own[most][0] for own in each if len(own) > most))
             each = [own[:most] for own in each]
         for joint in itertools.product(*each):
             ordered = all((shape[r], sharing.number[r], sharing.rows[r]) != (

@@ -19,7 +19,7 @@ from ..profile import Lookup, program_key
 from ..simulate import simulate
 from .best import SAFETY, Choice, search
 from .lineups import Bounds
-from .shapes import Lineup, Lineups, Placement, Sharing, as_unequal_plan, placed
+from .shapes import Group, Lineup, Lineups, Placement, Sharing, as_unequal_plan, placed
 from .space import Constraints, Option, divisors
 from .tables import Array, Tables
 
@@ -71,7 +71,7 @@ class Judge:
         self.seen: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         self.nothing: SearchError | None = None
-        self.gap = 0.0
+        self.left_out_s = np.inf  # no plan that was not looked at is faster
         self._replica_s, self.messages = cache(self._of_replica), cache(self._of_messages)
 
     def limit(self) -> float:
@@ -79,6 +79,24 @@ class Judge:
 
     def first_s(self) -> float:
         return self.best[0][0] if self.best else np.inf
+
+    def left_out(self, bound_s: float) -> None:
+        self.left_out_s = min(self.left_out_s, bound_s)
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.left_out_s / self.first_s())
+
+    def ideal_s(self, groups: Sequence[Group]) -> float:
+        """All devices compute all the time, each with the rows and in the group that suit it."""
+        speed = 0.0  # rows per second
+        for device, count in Counter(self.cluster.class_of).items():
+            best = [group.degree * float(own.forward[-1] + own.backward[-1]) / rows
+                    for group in groups if group.device == device
+                    for rows in divisors(self.num_rows)
+                    for own in [self.bounds.blocks(group, rows)]]
+            speed += count / min(best, default=np.inf)
+        return self.num_rows / speed
 
     def even(self) -> None:
         """On all devices of every set of classes, each as the slowest of them. With many devices

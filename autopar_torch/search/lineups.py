@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,6 +48,9 @@ class Bounds:
             self._lineups[lineup] = LineupBounds(self, lineup)
         return self._lineups[lineup]
 
+    def known(self) -> Iterable[LineupBounds]:
+        return self._lineups.values()
+
     def blocks(self, group: Group, rows: int) -> _BlockSums:
         if (group, rows) not in self._blocks:
             own = self.tables.blocks(group.option, rows, self.recompute, group.device)
@@ -65,11 +68,16 @@ class LineupBounds:
     def __init__(self, shared: Bounds, lineup: Lineup) -> None:
         self.shared, self.lineup = shared, lineup
 
+    @property
+    def all_cuts(self) -> bool:
+        count = len(self.shared.tables.graph.blocks)
+        return math.comb(count - 1, len(self.lineup) - 1) <= MOST_CUTS
+
     @cached_property
     def cuts(self) -> Ints:
         """Cut x border. If there are many: around the cut in which all stages take equally long."""
         count, stages = len(self.shared.tables.graph.blocks), len(self.lineup)
-        if math.comb(count - 1, stages - 1) <= MOST_CUTS:
+        if self.all_cuts:
             inner = list(itertools.combinations(range(1, count), stages - 1))
             return np.array([(0, *borders, count) for borders in inner], dtype=np.int64)
         return self._balanced(count)

@@ -38,30 +38,24 @@ class Proposals:
                                   pinned)]
         heapq.heapify(queue)
         judge.seen["considered"] += len(queue)
-        bounds, tried, refined = [np.inf], 0, 0
+        tried, refined = 0, 0
         while queue and tried < MOST_PRICED and queue[0][0] < judge.first_s():
-            bound, number, own, shared, rough = heapq.heappop(queue)
+            _, number, own, shared, rough = heapq.heappop(queue)
             if shared is not None:
                 tried += 1
                 self._written(shared, own.zero)
-            elif rough and refined == MOST_REFINED:
-                bounds.append(bound)
-            elif rough:
+            elif rough and refined < MOST_REFINED:
                 refined += 1
                 heapq.heappush(queue, (own.least_s(rows // own.rows), number, own, None, False))
-            else:
-                bounds.append(own.least_s(rows // own.rows))
-                if (shared := own.shared(rows // own.rows)) is not None:
-                    heapq.heappush(queue, (shared.seconds, number, own, shared, False))
-        bounds += [bound for bound, _, _, shared, _ in queue if shared is None]
+            elif not rough and (shared := own.shared(rows // own.rows)) is not None:
+                heapq.heappush(queue, (shared.seconds, number, own, shared, False))
         leaves = sorted(((judge.walked_s(leaf), next(judge.serial), leaf)
                          for leaf in self._by_rows(groups)), key=lambda entry: entry[:2])
         judge.seen["considered"] += len(leaves)
         for walked_s, _, leaf in leaves[:MOST_PRICED]:
             if walked_s < judge.first_s():
                 judge.offer(judge.plan(leaf))
-        if judge.best:
-            judge.gap = max(0.0, 1 - min(bounds) / judge.first_s())
+        judge.left_out(judge.ideal_s(groups))
 
     def _by_rows(self, groups: Sequence[Group]) -> Iterator[Leaf]:
         """Replicas of one class each, in step, with as many rows as they can take; those of the
