@@ -17,7 +17,7 @@ from .find import choose, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
 from .limits import Count, Index, Seconds
-from .plan import Plan, Precision, check, fit, load_plan
+from .plan import Plan, Precision, check, load_plan
 from .profile import QUICK_S
 from .run import agree, doors, fallback, shardings, tracing, verify, world
 from .run.materialize import full_values
@@ -308,7 +308,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     except TraceError as error:
         _untraced(parallel, given, asked, error, call, tensors)
         return
-    plan = _find(parallel, call, tensors, traced, asked) if given is None else _complete(
+    plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
         parallel.world, given, traced, call.num_rows)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
@@ -345,25 +345,13 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
     found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
                           max(KEPT, asked.confirm))
     for plan in (choice.plan for choice in found.choices):
-        verify.check(plan, traced)  # a plan from the cache is checked like any other file
+        shardings.check(plan, traced)  # a plan from the cache is checked like any other file
     if asked.confirm > 0:
         found = confirmed(parallel, found, asked.confirm, traced, call, tensors)
     parallel.found = found
     if place.rank == 0:
         log.info("%s", summary(found))
     return found.plan
-
-
-def _complete(place: world.World, given: Plan, traced: Traced, num_rows: int) -> Plan:
-    """The plan with everything written down, the same on all ranks."""
-    def complete() -> Plan:
-        plan = fit(given, traced.graph)
-        rows = max(1, num_rows // plan.num_micro_batches)
-        plan = shardings.complete(plan, traced, rows)
-        verify.check(plan, traced)
-        return plan
-
-    return place.told(place.jointly(complete), Plan)
 
 
 def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:

@@ -22,7 +22,7 @@ from autopar_torch.errors import AutoparError, FileError, NounError, PlanError, 
 from autopar_torch.find import measuring
 from autopar_torch.plan import check, fit
 from autopar_torch.profile import BlockCost, BlockCosts, Curve, Profile
-from autopar_torch.run import shardings, verify
+from autopar_torch.run import shardings
 from autopar_torch.search.reasons import Case
 from autopar_torch.simulate import simulate
 from ranks import run_ranks
@@ -227,7 +227,7 @@ def test_the_rules_allow_what_the_solver_finds(name: str, mesh: tuple[int, ...])
     for pp, rings in ((1, "free"), (2, "free"), (1, "always")):
         bare = Plan.uniform(tp=4 if mesh != (2,) else 2, tp_mesh=mesh, pp=pp)
         plan = shardings.complete(fit(bare, traced.graph), traced, 4, spatial=rings)  # type: ignore[arg-type]
-        verify.check(plan, traced)
+        shardings.check(plan, traced)
 
 
 def test_neighbours_have_to_agree_on_what_they_share() -> None:
@@ -238,7 +238,7 @@ def test_neighbours_have_to_agree_on_what_they_share() -> None:
     stages = (msgspec.structs.replace(stage, shardings=numbers),)
     replica = msgspec.structs.replace(plan.replicas[0], stages=stages)
     with pytest.raises(ShardingError, match="for others that share it"):
-        verify.check(msgspec.structs.replace(plan, replicas=(replica,)), traced)
+        shardings.check(msgspec.structs.replace(plan, replicas=(replica,)), traced)
 
 
 # --- prices ---------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from ..datasheets import named
 from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import BlockCosts, BlockNeed, Overheads, Profile, few, merged
-from ..run import verify
-from ..run.shardings import complete
+from ..run import shardings
 from ..search.space import Constraints, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
@@ -73,16 +72,16 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     whole = fit(plan, traced.graph)
     rows = max(1, num_rows // whole.num_micro_batches)
     if isinstance(place, Known):
-        whole = complete(whole, traced, rows)
-        verify.check(whole, traced)
+        whole = shardings.complete(whole, traced, rows)
+        shardings.check(whole, traced)
         return whole, _of_this(place, traced).profile
     groups: dict[tuple[int, ...], set[tuple[int, ...]]] = {(): set()}  # by mesh
     for stage in (stage for replica in whole.replicas for stage in replica.stages):
         groups.setdefault(stage.axes if len(stage.devices) > 1 else (), set()).add(stage.devices)
-    whole = complete(whole, traced, rows, priced={
+    whole = shardings.complete(whole, traced, rows, priced={
         mesh: _slowest_prices(place, mesh, own)._replace(rows=rows)
         for mesh, own in groups.items() if mesh})
-    verify.check(whole, traced)
+    shardings.check(whole, traced)
     needs = dict.fromkeys(block_needs(whole, traced.graph, num_rows))
     by_class = {mesh: _prices(place, mesh, own) for mesh, own in groups.items()}
     costs = [_costs(need, traced, k, by_class[need.sharding.mesh if need.sharding else ()][k])

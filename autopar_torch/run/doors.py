@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError, RunError
+from ..plan import Plan
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
              "OptimizedModule", "ParallelModel")
@@ -100,6 +101,16 @@ def refuse_frozen(names: Iterable[str], zero: int) -> None:
             f"{_few(sorted(names))}: requires_grad was changed after the plan was made",
             where=f"a plan with zero={zero}, whose pieces depend on what is trained",
             fix="freeze before parallelize, or plan with constraints={'zero': 0}")
+
+
+def refuse_other_numbers(now: Plan, then: Plan) -> None:
+    """A move changes where numbers are computed, not how exactly."""
+    for name in ("precision", "grad_dtype", "keeps_bfloat16"):
+        here, there = getattr(now, name), getattr(then, name)
+        if here != there:
+            raise PlanError(f"{name} is {there}, and training goes on in {here}",
+                            where="model.move", fix=f"give a plan with {name}={here}, or start "
+                            "again with this one and load a checkpoint")
 
 
 def refuse_moved(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,22 +12,24 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from .. import files
 from ..errors import RunError
 from ..guards import Guards
 from ..model import ModelGraph
-from ..plan import IDLE, Plan, Replica, peers
+from ..plan import IDLE, Plan, Replica, check, load_plan, peers
 from ..search.best import Result
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
-from . import checkpoint, doors, full_state, optimizers, shardings, tracing
+from . import checkpoint, doors, full_state, move, optimizers, shardings, tracing
 from .batches import SameBatch, Settle
 from .copies import copied, whole_values
 from .drift import Copy, Drift
 from .executor import neighbours
 from .handover import LossScale
+from .move import Moved
 from .nonfinite import NonFinite
 from .params import ParamStore, Reducer
 from .program import Program
@@ -37,6 +40,7 @@ from .step import RankStep
 from .totals import clip_grad_norm
 from .world import World
 
+log = logging.getLogger("autopar_torch")
 TracerOf = Callable[[nn.Module], tracing.Tracer]
 Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
 
@@ -101,18 +105,23 @@ class ParallelModel(nn.Module):
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         graph = traced.graph
         self.graph = graph
-        self._take_place(plan)
-        self.world.enter_channels(pair for replica in plan.replicas for pair in neighbours(replica))
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         self.store.place(source)
-        self.reducer = self._reducer()
-        if self._store.spreads:
+        if self.world.size > 1:
             full_state.watch(self.module)
             optimizers.attend()
         doors.take(self.module)
         self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
         self._first = traced, call
-        self._programs[(call.key, True)] = [self._made(traced, plan)]
+        self._begin(plan)
+
+    def _begin(self, plan: Plan) -> None:
+        """The store has this rank's parts: make the programs."""
+        self._take_place(plan)
+        self.world.enter_channels(pair for replica in plan.replicas for pair in neighbours(replica))
+        self.reducer = self._reducer()
+        traced, call = self._first
+        self._programs = {(call.key, True): [self._made(traced, plan)]}
         self._seen_changes = self.burnt.number
         rank = self.world.rank
         self.draw_as(min(next((g for g in self.own(plan).positions if rank in g), (rank,))))
@@ -357,6 +366,44 @@ class ParallelModel(nn.Module):
                 self._to_load.append((folder, optimizer))
                 return found
             return checkpoint.load(self.store, self.numbers, folder, optimizer)
+
+    def move(self, plan: Plan | str | os.PathLike[str], *own: torch.optim.Optimizer) -> Moved:
+        """Train under another plan from the next step on; nothing is lost. All ranks must call it,
+        between two steps. Optimizers that have stepped or were loaded are known; others that have
+        state must be given."""
+        before, (traced, call) = self.store, self._first
+        with self.world.meeting("move"):
+            given = shardings.agreed(self.world, self._other(plan), traced, call.num_rows)
+            for optimizer in own:
+                optimizers.learn(optimizer)
+            after = ParamStore(self.module, given, self.graph, self.world, self.device)
+            numbers = self.numbers.state()
+            moved = move.move(before, after, optimizers.of(self.module), self._programs.clear)
+            self._store = after
+            self._begin(given)
+            self.numbers.load(numbers)
+            self.drift.shared = None
+        if self.world.rank == 0:
+            log.info("moved in %.2f s to: %s", moved.seconds, given.describe(self.world.size))
+        return moved
+
+    def _other(self, plan: Plan | str | os.PathLike[str]) -> Plan:
+        """A plan to move to, or an error on every rank."""
+        def read() -> Plan:
+            given = files.checked(plan, Plan, "plan") if isinstance(plan, Plan) else load_plan(plan)
+            check(given, self.world.size)
+            doors.refuse_other_numbers(self.plan, given)
+            return given
+
+        return self.world.jointly(read)
+
+    def resume(self, folder: str | os.PathLike[str],
+               optimizer: torch.optim.Optimizer | None = None) -> int | None:
+        """`load`, where there is something to load: the newest step that was saved, else None. For
+        the begin of a script that may have been started again, on as many ranks as there are now.
+        """
+        there = self.world.by_first(bool, lambda: checkpoint.anything(folder))
+        return self.load(folder, optimizer) if there else None
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn, optim
@@ -25,8 +25,9 @@ ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
     optim.Adadelta, optim.Adamax, optim.ASGD, optim.Rprop,
 })
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # their state that is no tensor of a part
+NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # their state that is no tensor of a part
 _known: WeakSet[Optimizer] = WeakSet()
+_met: list[ref[Optimizer]] = []  # in the order in which they first stepped, or were loaded
 _plain: list[tuple[Tensor, type]] = []  # during a step: what it was before
 _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has nothing of
 
@@ -57,6 +58,8 @@ def _ours(optimizer: Optimizer) -> list[ShardedParameter]:
 
 def learn(optimizer: Optimizer) -> None:
     """From now on its state_dict() and load_state_dict() have the state of whole tensors."""
+    if not any(known() is optimizer for known in _met):
+        _met.append(ref(optimizer))
     if optimizer not in _known and _ours(optimizer):
         _known.add(optimizer)
         optimizer.register_state_dict_post_hook(_full_state)
@@ -64,12 +67,19 @@ def learn(optimizer: Optimizer) -> None:
         _cut_state(optimizer)
 
 
+def of(module: nn.Module) -> list[Optimizer]:
+    """The optimizers that are known to train it, in the same order on every rank."""
+    own = {id(param) for param in module.parameters()}
+    return [optimizer for known in _met if (optimizer := known()) is not None
+            and any(id(p) in own for group in optimizer.param_groups for p in group["params"])]
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     restore()
     ours = _ours(optimizer)
+    learn(optimizer)
     if not ours:
         return
-    learn(optimizer)
     # A closure is the script's: it has to see whole tensors. step(optimizer, closure)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if type(optimizer) in ELEMENTWISE and closure is None:
@@ -85,7 +95,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with plainly():
             for param in _ours(optimizer):
                 for key, value in optimizer.state.get(param, {}).items():
-                    if type(value) is Tensor and key not in _NUMBERS:
+                    if type(value) is Tensor and key not in NUMBERS:
                         mark(value, param.spread)
 
 
@@ -107,7 +117,7 @@ def _cut_state(optimizer: Optimizer) -> None:
         for param in _ours(optimizer):
             spread, state = param.spread, optimizer.state.get(param, {})
             for key, value in state.items():
-                if type(value) is Tensor and key not in _NUMBERS and value.shape == spread.shape:
+                if type(value) is Tensor and key not in NUMBERS and value.shape == spread.shape:
                     state[key] = mark(spread.part(value), spread)
             if spread.is_empty and type(optimizer) in ELEMENTWISE and spread.shape.numel():
                 optimizer.state.pop(param, None)

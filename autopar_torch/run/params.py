@@ -104,10 +104,21 @@ class ParamStore:
             elif name in self.holdings:
                 if not tensor.is_meta:
                     source(name)  # rank 0's values go to all ranks together
-                put(tensor, torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype,
+                put(tensor, torch.empty(self.part_shape(name), dtype=tensor.dtype,
                                         device=self.device))
             else:
                 put(tensor, cast(Tensor, source(name)))
+        self.begin()
+
+    def part_shape(self, name: str) -> torch.Size:
+        """Of this rank's part of a parameter."""
+        shape = self.graph.params[name].shape
+        if name not in self.held:
+            return torch.Size((0, *shape[1:]))
+        return self.cut(self.held[name], torch.empty(shape, device="meta")).shape
+
+    def begin(self) -> None:
+        """Every parameter has its content: make what blocks compute with."""
         self._make_leaves()
         self.spreads = {name: self._spread(name, self.tensors[name])
                         for name in self.holdings if not self._is_everywhere(name)}

@@ -108,6 +108,15 @@ def adopt(tensor: Tensor, spread: Spread) -> None:
     mark(tensor, spread, ShardedParameter if isinstance(tensor, nn.Parameter) else ShardedBuffer)
 
 
+def unmark(tensor: Tensor) -> None:
+    """Make the user's parameter or buffer a plain one again, which holds what it holds."""
+    if isinstance(tensor, Sharded):
+        parameter = isinstance(tensor, nn.Parameter)
+        hooks = cast(dict[int, Any], tensor._backward_hooks or {})
+        hooks.update({key: getattr(hook, "of_user", hook) for key, hook in hooks.items()})
+        tensor.__class__ = nn.Parameter if parameter else Tensor  # type: ignore[assignment]
+
+
 def local(tensor: Tensor) -> Tensor:
     """The plain part behind a tensor (the tensor itself, if it is plain)."""
     if not isinstance(tensor, Sharded):
@@ -353,6 +362,7 @@ def seen_whole(hook: Callable[[Any], Any], spread: Spread) -> Callable[[Any], An
         with plainly():
             return _part(result, spread) if isinstance(result, Tensor) else result
 
+    call.of_user = hook  # type: ignore[attr-defined]
     return call
 
 

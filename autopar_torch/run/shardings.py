@@ -1,4 +1,5 @@
-"""Solve what a plan leaves open: the sharding of every block on several devices."""
+"""Solve what a plan leaves open, the sharding of every block on several devices, and check what it
+says, against the rules."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..cluster import CPU_CORE, LOOPBACK
-from ..errors import PlanError
+from ..errors import PlanError, ShardingError
 from ..model import Block, ModelGraph
-from ..plan import Plan, Replica, Sharding, Stage, check_rows
+from ..plan import Plan, Replica, Sharding, Stage, check_rows, fit
+from ..shard.allowed import check as check_sharding
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
 from ..trace import Traced
+from .world import World
 
 log = logging.getLogger("autopar_torch")
 
@@ -170,3 +173,50 @@ def pins_of(plan: Plan, graph: ModelGraph) -> Pins:
                         form = parse_forms(plan.shardings[number].forms[slot])
                         pins.setdefault(name, {})[stage.axes] = form
     return pins
+
+
+# --- whether a plan is right ----------------------------------------------------------------------
+
+
+def agreed(world: World, given: Plan, traced: Traced, num_rows: int) -> Plan:
+    """The plan with everything written down, the same on all ranks."""
+    def completed() -> Plan:
+        plan = fit(given, traced.graph)
+        plan = complete(plan, traced, max(1, num_rows // plan.num_micro_batches))
+        check(plan, traced)
+        return plan
+
+    return world.told(world.jointly(completed), Plan)
+
+
+def check(plan: Plan, traced: Traced) -> None:
+    """Every sharding is one of its kind's, and neighbours agree on what they share."""
+    used = {number for replica in plan.replicas for stage in replica.stages
+            for number in stage.shardings or () if number >= 0}
+    for number in sorted(used):
+        check_sharding(traced.programs[plan.shardings[number].kind], plan.shardings[number])
+    for r, replica in enumerate(plan.replicas):
+        held: dict[tuple[object, str], str] = {}  # of these devices, or in this group of stages
+        for group in groups(replica):
+            where = f"Plan.replicas[{r}].stages{group}.shardings"
+            stages = [replica.stages[s] for s in group]
+            plain = Forms.whole(len(stages[0].axes)).text
+            held |= {(where, name): plain for name in whole_values(traced.graph, replica, group)}
+            for stage in stages:
+                for index in range(*(stage.blocks or (0, 0))):
+                    block, own = traced.graph.blocks[index], plan.sharding(stage, index)
+                    for slot, name in {**block.inputs, **block.outputs, **block.params}.items():
+                        text = own.forms[slot] if own else plain
+                        _same(held, (where, name), text, block.name, where)
+                        if slot in block.params:
+                            _same(held, (stage.devices, name), text, block.name, where)
+
+
+def _same(held: dict[tuple[object, str], str], key: tuple[object, str], text: str, block: str,
+          where: str) -> None:
+    """A value lies one way for all of a group, a parameter on its devices too."""
+    if (first := held.setdefault(key, text)) != text:
+        raise ShardingError(
+            f"{key[1]} lies as {text} in {block}, and as {first} for others that share it",
+            where=where, fix="leave the shardings out to have them found",
+        )

@@ -61,26 +61,29 @@ class Spread:
     def spoken(self, local: Tensor) -> list[tuple[Box, Tensor]]:
         """(box, view of the part) of all that this rank speaks for."""
         mine = [atom for atom in self.atoms if atom.holders[0] == self.world.rank]
-        return [(box, self._view(local, box)) for atom in mine for box in atom.boxes]
+        own = self.boxes_of[self.world.rank] if mine else ()
+        return [(box, view_of(local, own, box)) for atom in mine for box in atom.boxes]
 
     def atom(self, local: Tensor, atom: Atom) -> Tensor:
         """The elements of an atom, in any shape."""
-        if atom.boxes == tuple(self.boxes_of[self.world.rank]):
-            return local
-        return torch.cat([self._view(local, box).reshape(-1) for box in atom.boxes])
-
-    def _view(self, local: Tensor, box: Box) -> Tensor:
         own = self.boxes_of[self.world.rank]
-        for outer, piece in zip(own, views(local, own), strict=True):
-            if common(box, outer) == box:
-                return piece[within(box, outer)]
-        return local[:0]
+        if atom.boxes == tuple(own):
+            return local
+        return torch.cat([view_of(local, own, box).reshape(-1) for box in atom.boxes])
 
 
 def summed(x: Tensor, world: World) -> Tensor:
     """Over all ranks, in place."""
     world.sum(x.view(torch.uint8) if x.dtype == torch.bool else x)
     return x
+
+
+def view_of(local: Tensor, own: Sequence[Box], box: Box) -> Tensor:
+    """A box of the full tensor in a part that has these boxes."""
+    for outer, piece in zip(own, views(local, own), strict=True):
+        if common(box, outer) == box:
+            return piece[within(box, outer)]
+    return local[:0]
 
 
 def views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""A plan that came with its shardings is looked at before it trains: against the rules, then by
-running each of its programs once beside the whole block, on small random numbers."""
+"""A plan that came with its shardings is tried before it trains: each of its programs runs once
+beside the whole block, on small random numbers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from torch import Tensor, fx
 
 from ..errors import ShardingError
 from ..model import Block, TensorInfo
-from ..plan import Plan, Sharding
-from ..shard.allowed import check as check_sharding
+from ..plan import Sharding
 from ..shard.collectives import Axis, run_moves
 from ..shard.layout import Forms, Layouts, parse_forms
 from ..shard.lower import lower
 from ..shard.price import moves
 from ..shard.rules import op_name
-from ..trace import Traced
 from ..trace.call import Call
 from .model import ParallelModel
 from .program import Program
 from .randomness import generators, untouched
-from .shardings import groups, whole_values
 
 ROWS = 2  # of a trial
 MOST_BYTES = 2 * 2**30  # of the parameters of a block that is tried whole on every rank
@@ -36,45 +33,6 @@ FINE, COARSE = 3e-4, 0.1
 NOISE = 0.1  # of the largest gradient: others may cancel to nothing, as that of the bias of keys
 _DROPS = {"dropout": 1, "feature_dropout": 1, "alpha_dropout": 1, "native_dropout": 1,
           "scaled_dot_product_attention": 4}  # argument that says how much is dropped
-
-
-# --- against the rules ----------------------------------------------------------------------------
-
-
-def check(plan: Plan, traced: Traced) -> None:
-    """Every sharding is one of its kind's, and neighbours agree on what they share."""
-    used = {number for replica in plan.replicas for stage in replica.stages
-            for number in stage.shardings or () if number >= 0}
-    for number in sorted(used):
-        check_sharding(traced.programs[plan.shardings[number].kind], plan.shardings[number])
-    for r, replica in enumerate(plan.replicas):
-        held: dict[tuple[object, str], str] = {}  # of these devices, or in this group of stages
-        for group in groups(replica):
-            where = f"Plan.replicas[{r}].stages{group}.shardings"
-            stages = [replica.stages[s] for s in group]
-            plain = Forms.whole(len(stages[0].axes)).text
-            held |= {(where, name): plain for name in whole_values(traced.graph, replica, group)}
-            for stage in stages:
-                for index in range(*(stage.blocks or (0, 0))):
-                    block, own = traced.graph.blocks[index], plan.sharding(stage, index)
-                    for slot, name in {**block.inputs, **block.outputs, **block.params}.items():
-                        text = own.forms[slot] if own else plain
-                        _same(held, (where, name), text, block.name, where)
-                        if slot in block.params:
-                            _same(held, (stage.devices, name), text, block.name, where)
-
-
-def _same(held: dict[tuple[object, str], str], key: tuple[object, str], text: str, block: str,
-          where: str) -> None:
-    """A value lies one way for all of a group, a parameter on its devices too."""
-    if (first := held.setdefault(key, text)) != text:
-        raise ShardingError(
-            f"{key[1]} lies as {text} in {block}, and as {first} for others that share it",
-            where=where, fix="leave the shardings out to have them found",
-        )
-
-
-# --- by running it --------------------------------------------------------------------------------
 
 
 class _Trial(NamedTuple):
