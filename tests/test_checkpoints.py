@@ -387,3 +387,40 @@ def test_kills_during_saving_leave_the_last_step_whole() -> None:
 def test_two_thousand_damaged_checkpoints_are_refused() -> None:
     counts = damage.attempts(2000, seed=1)
     assert counts.keys() <= {"refused", "loaded, right"}, counts
+
+
+def beside(folder: str) -> list[Any]:
+    """What is saved beside training is what the model was then, not what it has become."""
+    model, opt = _start({"dp": 2, "zero": 1}, 0)
+    _steps(model, opt, range(1, 2))
+    model.save(f"{folder}/now", opt)
+    model.save(f"{folder}/beside", opt, step=1, background=True)
+    _steps(model, opt, range(2, 3))
+    model.save(f"{folder}/beside", opt, step=2, keep=1, background=True)
+    model.load(f"{folder}/beside", opt)  # waits for it
+    again = _steps(model, opt, range(3, 4))
+    model.save(f"{folder}/beside", opt, step=3, background=True)
+    done = model.resume(f"{folder}/beside", opt)
+    other, other_opt = _start({"pp": 2, "num_micro_batches": 2}, 1)
+    none = other.resume(f"{folder}/nothing", other_opt)
+    other.load(f"{folder}/now", other_opt)
+    steps = [*_steps(other, other_opt, range(2, 4))]
+    model.save(f"{folder}/refused", opt, background=True)
+    model._finish_writing()
+    Path(f"{folder}/refused/manifest.json").write_text("{}")
+    with _no_room(1):
+        model.save(f"{folder}/full", opt, background=True)
+        said = _error(model._finish_writing)
+    return [done, none, again, steps, said, os.listdir(f"{folder}/beside")]
+
+
+def test_a_checkpoint_written_beside_training_is_of_its_step(tmp_path: Path) -> None:
+    for done, none, again, steps, said, left in run_ranks(2, "test_checkpoints:beside",
+                                                          str(tmp_path)):
+        assert (done, none) == (3, None)
+        assert again == pytest.approx(steps[1:], rel=1e-6)
+        assert "File too large" in said or "has not written" in said
+        assert sorted(left) == ["step-2", "step-3"]
+    found = {p.suffix for p in (tmp_path / "beside" / "step-3").iterdir()}
+    assert found == {".safetensors", ".json"}
+    assert len(list((tmp_path / "beside" / "step-3").glob("*.json"))) == 1  # no note is left

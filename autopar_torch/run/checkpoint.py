@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ..errors import AutoparError, CheckpointError
 from ..shard.holdings import Box
 from . import optimizers, plainly, steps, stored
+from .background import Writing
 from .full_state import same_shape
 from .optimizers import ELEMENTWISE
 from .params import Held, ParamStore
@@ -97,8 +98,9 @@ def _of_model(store: ParamStore, saving: bool) -> Iterator[Rectangles]:
 
 def save(store: ParamStore, numbers: OwnNumbers, folder: Folder,
          optimizer: Optimizer | None = None, step: int | None = None,
-         keep: int | None = None) -> None:
-    """Every rank writes what it speaks for; rank 0 commits when all is on the disk."""
+         keep: int | None = None, background: bool = False) -> Writing | None:
+    """Every rank writes what it speaks for; rank 0 commits when all is on the disk. What is written
+    in the background is a copy, and what is returned is waited for before the next call."""
     world, root = store.world, Path(folder)
     target = steps.target(root, step, keep)
     number = None if step is None else int(step)  # also of numpy
@@ -106,25 +108,53 @@ def save(store: ParamStore, numbers: OwnNumbers, folder: Folder,
     with _named("save", target, hint):
         generation = world.by_first(str, lambda: stored.begin(steps.room(root, target)))
         path = target / f"{generation}-{world.rank}.safetensors"
-        try:
-            own = world.jointly(lambda: _write(store, optimizer, path))
-        except AutoparError:
-            path.unlink(missing_ok=True)
-            raise
-        written = world.everyones(own, Written)
+        settings = None if optimizer is None else _settings(store, optimizer)
+        state = numbers.state()
 
-        def commit() -> None:
-            manifest = _manifest(store, optimizer, generation, number, written)
-            stored.commit(target, replace(manifest, numbers=numbers.state()))
+        def commit(written: Sequence[Written]) -> None:
+            manifest = _manifest(type(store.module).__name__, settings, generation, number, written)
+            stored.commit(target, replace(manifest, numbers=state))
             if keep is not None:
                 steps.prune(root, target, keep)
 
-        world.by_first(type(None), commit)
+        own = world.jointly(lambda: _collected(store, optimizer, path, background))
+        if background:
+            writing = Writing(target, generation, world.rank, world.size,
+                              lambda: world.watch.verdict is not None)
+
+            def end(written: Sequence[Written]) -> None:
+                commit(written)
+                stored.sweep(target, generation)
+
+            writing.begin(own.write, end)
+            return writing
+        try:
+            written = world.everyones(world.jointly(own.write), Written)
+        except AutoparError:
+            path.unlink(missing_ok=True)
+            raise
+        world.by_first(type(None), lambda: commit(written))
         world.jointly(lambda: stored.sweep(target, generation, world.rank, world.size))
+        return None
+
+
+class Collected(NamedTuple):
+    """What one rank will write."""
+
+    path: Path
+    pieces: dict[str, Tensor]
+    tensors: dict[str, Stored]
+    state: SavedState
+
+    def write(self) -> Written:
+        file = stored.StoredFile(self.path.name, *write(self.path, self.pieces))
+        return Written(file, self.tensors, self.state)
 
 
 @torch.no_grad()
-def _write(store: ParamStore, optimizer: Optimizer | None, path: Path) -> Written:
+def _collected(store: ParamStore, optimizer: Optimizer | None, path: Path,
+               copy: bool) -> Collected:
+    """Views of all that this rank saves, or copies in the memory of the host."""
     tensors: dict[str, Stored] = {}
     found: dict[str, Tensor] = {}
     cuts, state = [*_of_model(store, True)], _state(store, optimizer)
@@ -143,8 +173,10 @@ def _write(store: ParamStore, optimizer: Optimizer | None, path: Path) -> Writte
     if len(found) < sum(len(cut.pieces) for cut in cuts):
         raise CheckpointError("two parts of it would have one name", where=str(path),
                               fix="leave @ out of names of parameters")
-    file = stored.StoredFile(path.name, *write(path, found))
-    return Written(file, tensors, {held.name: _said(held, values) for held, values in state})
+    if copy:
+        found = {key: view.to("cpu", copy=True) for key, view in found.items()}
+    return Collected(path, found, tensors,
+                     {held.name: _said(held, values) for held, values in state})
 
 
 def _state(store: ParamStore, optimizer: Optimizer | None) -> list[tuple[Held, dict[str, Any]]]:
@@ -160,8 +192,8 @@ def _said(held: Held, values: dict[str, Any]) -> dict[str, Any]:
             for key, value in values.items()}
 
 
-def _manifest(store: ParamStore, optimizer: Optimizer | None, generation: str,
-              step: int | None, written: list[Written]) -> Manifest:
+def _manifest(kind: str, settings: stored.OptimizerState | None, generation: str,
+              step: int | None, written: Sequence[Written]) -> Manifest:
     """What all ranks wrote, as one."""
     tensors: dict[str, Stored] = {}
     state: SavedState = {}
@@ -170,17 +202,17 @@ def _manifest(store: ParamStore, optimizer: Optimizer | None, generation: str,
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = Stored(found.dtype, found.shape, (*before, *found.pieces))
         state |= {name: {**values, **state.get(name, {})} for name, values in own.state.items()}
-    return Manifest(stored.FORM, generation, type(store.module).__name__, step,
-                    tuple(own.file for own in written), tensors,
-                    None if optimizer is None else _settings(store, optimizer, state))
+    return Manifest(stored.FORM, generation, kind, step, tuple(own.file for own in written),
+                    tensors, settings and replace(settings, state=state))
 
 
-def _settings(store: ParamStore, optimizer: Optimizer, state: SavedState) -> stored.OptimizerState:
+def _settings(store: ParamStore, optimizer: Optimizer) -> stored.OptimizerState:
+    """Of the optimizer, but for the state of each parameter."""
     groups = tuple({k: plainly.plain(v, f"group {i} of the optimizer: {k}")
                     for k, v in group.items() if k != "params"}
                    for i, group in enumerate(optimizer.param_groups))
     names = _members(store, optimizer)
-    return stored.OptimizerState(type(optimizer).__name__, groups, names, state)
+    return stored.OptimizerState(type(optimizer).__name__, groups, names, {})
 
 
 def _members(store: ParamStore, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:

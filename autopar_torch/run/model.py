@@ -24,6 +24,7 @@ from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
 from . import checkpoint, doors, full_state, move, optimizers, shardings, tracing
+from .background import Writing
 from .batches import SameBatch, Settle
 from .copies import copied, whole_values
 from .drift import Copy, Drift
@@ -74,6 +75,7 @@ class ParallelModel(nn.Module):
         self.recorder: Recorder | Silent = SILENT
         self.found: Result | None = None  # the search behind the plan, if there was one
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
+        self._writing: Writing | None = None
         self.num_steps = 0  # of training that have begun
         self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
@@ -348,12 +350,23 @@ class ParallelModel(nn.Module):
             return full_state.load_full(self.module, state_dict, strict)
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None,
-             *, step: int | None = None, keep: int | None = None) -> None:
+             *, step: int | None = None, keep: int | None = None,
+             background: bool = False) -> None:
         """Write a checkpoint that any plan can load; what was there before is replaced at once,
         when all is on the disk. With `step` into FOLDER/step-N, of which the newest `keep` stay.
+        In the `background` a copy is written beside training; the next call that saves or loads
+        waits for it, and tells what went wrong.
         """
         with self._jointly(self.world.meeting, "save"):
-            checkpoint.save(self.store, self.numbers, folder, optimizer, step, keep)
+            self._finish_writing()
+            self._writing = checkpoint.save(self.store, self.numbers, folder, optimizer, step,
+                                            keep, background)
+
+    def _finish_writing(self) -> None:
+        """All ranks together, so that all hear of an error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish(self.world)
 
     def load(self, folder: str | os.PathLike[str],
              optimizer: torch.optim.Optimizer | None = None) -> int | None:
@@ -361,6 +374,7 @@ class ParallelModel(nn.Module):
         Nothing is changed unless everything fits. Before the first batch it is looked through, and
         read when that batch has made a plan."""
         with self.world.meeting("load"):
+            self._finish_writing()
             if self._plan is None:
                 found = checkpoint.known(self.world, folder)
                 self._to_load.append((folder, optimizer))
@@ -402,6 +416,7 @@ class ParallelModel(nn.Module):
         """`load`, where there is something to load: the newest step that was saved, else None. For
         the begin of a script that may have been started again, on as many ranks as there are now.
         """
+        self._finish_writing()
         there = self.world.by_first(bool, lambda: checkpoint.anything(folder))
         return self.load(folder, optimizer) if there else None
 

@@ -31,6 +31,7 @@ log = logging.getLogger("autopar_torch")
 MANIFEST = "manifest.json"
 FORM = 1
 FILE = re.compile(r"([0-9a-f]{16})-([0-9]{1,7})\.safetensors")
+_NOTE = re.compile(r"([0-9a-f]{16})-([0-9]{1,7})\.json")
 _DRAFT = re.compile(r"manifest\.([0-9a-f]{16})()")
 _Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 TENSOR = {"tensor": ""}  # in the state of an optimizer: it lies in the files
@@ -114,12 +115,17 @@ def begin(folder: Path) -> str:
     return secrets.token_hex(8)
 
 
+def note_name(generation: str, rank: int) -> str:
+    """The file in which a rank that saves beside training says what it has written."""
+    return f"{generation}-{rank}.json"
+
+
 def sweep(folder: Path, kept: str = "", rank: int = 0, size: int = 1) -> None:
     """Remove files of all generations but the kept one, as no manifest names them any more. Each
     rank removes its share, as freeing much memory of the disk's cache takes time."""
     for name in os.listdir(folder):
-        found = FILE.fullmatch(name) or _DRAFT.fullmatch(name)
-        if found and found[1] != kept and int(found[2] or 0) % size == rank:
+        found = FILE.fullmatch(name) or _DRAFT.fullmatch(name) or _NOTE.fullmatch(name)
+        if found and (found[1] != kept or found.re is _NOTE) and int(found[2] or 0) % size == rank:
             (folder / name).unlink(missing_ok=True)
 
 
