@@ -31,6 +31,7 @@ EXIT_CODES: dict[type[AutoparError], int] = {
 }
 MOST_BYTES = 2**50
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+MOST_RESTARTS = "20"  # of one node, unless told otherwise; a script that fails fails each time
 MODEL = "module:function or file.py:function; it is run, and returns (model, inputs)"
 
 
@@ -73,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
                           help=f"time to spend after a quick pass ({QUICK_S:.0f})")
     run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
-    run.add_argument("--plan", required=True, help="file of the plan that the script trains under")
+    how = run.add_mutually_exclusive_group(required=True)
+    how.add_argument("--plan", help="file of the plan that the script trains under")
+    how.add_argument("--elastic", type=_nodes, metavar="MIN:MAX",
+                     help="so many nodes, which may come and go; the script calls model.resume")
+    run.add_argument("--head", default="127.0.0.1:29400", metavar="HOST:PORT",
+                     help="where elastic nodes meet, on one that stays (this machine, 29400)")
     run.add_argument("--print", action="store_true", help="only show the command")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="[torchrun options] script ...")
     run.set_defaults(command=_run)
@@ -165,22 +171,40 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """torchrun, a process per device of the plan; `parallelize` reads AUTOPAR_PLAN."""
-    from .plan import load_plan
-
-    count = load_plan(options.plan).devices[-1] + 1
+    """torchrun, a process per device of the plan (`parallelize` reads AUTOPAR_PLAN), or one that
+    starts the ranks again whenever one of them or a node goes or comes."""
     rest = options.rest[options.rest[:1] == ["--"] :]
-    start = [] if any("nproc" in a or "nnodes" in a for a in rest) else [
-        "--standalone", "--nproc-per-node", str(count)]
-    plan = str(Path(options.plan).resolve())
-    print(f"AUTOPAR_PLAN={plan} torchrun {shlex.join([*start, *rest])}", file=sys.stderr)
+    start, told = _elastic(options) if options.elastic else _planned(options, rest)
+    shown = " ".join(f"{name}={value}" for name, value in told.items())
+    print(f"{shown} torchrun {shlex.join([*start, *rest])}", file=sys.stderr)
     if options.print:
         return 0
     from .run import launcher
 
-    os.environ["AUTOPAR_PLAN"] = plan
+    os.environ.update(told)
     launcher.launch([*start, *rest])
     return 0
+
+
+Start = tuple[list[str], dict[str, str]]  # options of torchrun, and the environment
+
+
+def _planned(options: argparse.Namespace, rest: list[str]) -> Start:
+    from .plan import load_plan
+
+    count = load_plan(options.plan).devices[-1] + 1
+    own = any("nproc" in a or "nnodes" in a for a in rest)
+    return ([] if own else ["--standalone", "--nproc-per-node", str(count)],
+            {"AUTOPAR_PLAN": str(Path(options.plan).resolve())})
+
+
+def _elastic(options: argparse.Namespace) -> Start:
+    """A node counts as lost after some seconds without a sign; one that comes is taken in."""
+    waits = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=3"
+    start = ["--nnodes", options.elastic, "--rdzv-backend", "c10d", "--rdzv-endpoint", options.head,
+             "--rdzv-id", "autopar", "--rdzv-conf", waits, "--max-restarts", MOST_RESTARTS]
+    # A node that joins later would look for the ranks' store where the first attempt had it.
+    return start, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 # --- in and out -----------------------------------------------------------------------------------
@@ -213,6 +237,14 @@ def _value(text: str) -> Any:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _nodes(text: str) -> str:
+    """How many nodes, at least and at most."""
+    found = re.fullmatch(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})", text, re.ASCII)
+    if not found or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!a} is no number of nodes like 1:4")
+    return text
 
 
 def _count(text: str) -> int:

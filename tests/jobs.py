@@ -124,11 +124,11 @@ class Job:
 
     def alive(self) -> list[int]:
         """Processes of this job that have not ended."""
-        return [pid for pid, environment in _processes() if f"{MARK}={self.mark}" in environment]
+        return [pid for pid, environment in processes() if f"{MARK}={self.mark}" in environment]
 
     def ranks(self) -> list[int]:
         """Processes of ranks."""
-        return [pid for pid, environment in _processes()
+        return [pid for pid, environment in processes()
                 if f"{MARK}={self.mark}" in environment and "\0RANK=" in environment]
 
     def listeners(self) -> list[str]:
@@ -142,7 +142,7 @@ class Job:
         return [f"process {pid}" for pid in self.alive()] + self.listeners() + files
 
 
-def _processes() -> Iterator[tuple[int, str]]:
+def processes() -> Iterator[tuple[int, str]]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]

@@ -185,3 +185,50 @@ def test_a_move_needs_the_memory_that_it_says() -> None:
     for rank in run_ranks(2, "test_move:peaks"):
         for predicted, counted in rank:
             assert predicted == pytest.approx(counted, rel=0.05), rank
+
+
+def oddities() -> dict[str, Any]:
+    """What ordinary scripts have besides: frozen parameters, hooks, averages, a scheduler, a loss
+    made outside of the model."""
+    torch.set_num_threads(1)
+    found: dict[str, list[Any]] = {"numbers": [], "pending": []}
+    x, y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+    for moves in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 4))
+        net[2].bias.requires_grad_(False)
+        seen: list[float] = []
+        model = ap.parallelize(net, x, plan=ap.Plan.uniform(tp=2))
+        net[0].weight.register_hook(lambda grad, seen=seen: seen.append(float(grad.norm())))
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        losses = []
+        for step in range(4):
+            if moves and step:
+                model.move(ap.Plan.uniform(**[{"pp": 2, "num_micro_batches": 2},
+                                              {"dp": 2, "zero": 1}, {}][step - 1]))
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            schedule.step()
+            average.update_parameters(model)
+            losses.append(loss.item())
+        means = [float(p.detach().norm()) for p in average.parameters()]
+        found["numbers"].append([*losses, *means, *seen])
+    pending = nn.functional.cross_entropy(model(x), y)
+    model.move(ap.Plan.uniform(dp=2))
+    try:
+        pending.backward()
+        found["pending"] = ["it ran"]
+    except AutoparError as error:
+        found["pending"] = [str(error)]
+    return found
+
+
+def test_hooks_averages_and_schedulers_live_through_moves() -> None:
+    for found in run_ranks(2, "test_move:oddities"):
+        plain, moved = found["numbers"]
+        assert moved == pytest.approx(plain, rel=1e-5)
+        assert "changed between forward and backward" in found["pending"][0]

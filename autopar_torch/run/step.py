@@ -127,7 +127,7 @@ class RankStep:
             if self.world.rank == 0:
                 _tell_costs()
         values = self._outputs(keep=True)
-        self.versions = parallel.store.versions()
+        self.store, self.versions = parallel.store, parallel.store.versions()
         params = {name: t for name, t in parallel.store.tensors.items() if t.requires_grad}
         ends = {name: x for name, x in values.items() if self.program.info(name).grad}
 
@@ -193,10 +193,10 @@ class RankStep:
         """Gradients of this rank's parameters, from those of the whole outputs."""
         parallel, program = self.parallel, self.program
         check_alike(self.world, upstream)
-        if parallel.store.versions() != self.versions:
+        if parallel.store is not self.store or self.store.versions() != self.versions:
             raise RunError("a parameter was changed between forward and backward",
-                           where="backward", fix="call optimizer.step() after the backward() of "
-                           "all that was computed before")
+                           where="backward", fix="call optimizer.step(), model.load() and "
+                           "model.move() after the backward() of all that was computed before")
         last = len(parallel.own(parallel.plan).stages) - 1
         if last in program.stages:
             for mb, rows in enumerate(self.rows):
