@@ -64,12 +64,14 @@ def promise(anchor: Tensor, values: dict[str, Tensor], params: Sequence[Tensor],
 
 
 def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
-              scale: float = 1.0, told: LossScale | None = None) -> Tensor:
+              scale: float = 1.0, told: LossScale | None = None,
+              check: Callable[[], None] = lambda: None) -> Tensor:
     """A loss whose backward gives the parameters their gradients, as parts where they are parts:
-    those of the loss times `scale`."""
+    those of the loss times `scale`. `check` raises if they are not the gradients any more."""
     kept = [grad for _, grad in grads]
 
     def finish(upstream: Upstream) -> list[Tensor]:
+        check()
         given = float(upstream["loss"])
         (told or LossScale()).heard(given)
         if kept and given != scale:

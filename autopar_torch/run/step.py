@@ -70,7 +70,7 @@ class RankStep:
     def __init__(self, parallel: Planned, program: Program, call: Call,
                  tensors: list[Tensor], settle: Settle) -> None:
         self.parallel, self.program, self.call, self.tensors = parallel, program, call, tensors
-        self.world, self.recorder = parallel.world, parallel.recorder
+        self.world, self.recorder, self.store = parallel.world, parallel.recorder, parallel.store
         plan, replica = parallel.plan, parallel.replica
         spans = plan.micro_batches(call.num_rows)
         self._refuse_rowless(spans)
@@ -97,6 +97,13 @@ class RankStep:
                 fix="give at least a row for each, or use fewer replicas",
             )
 
+    def _refuse_moved(self) -> None:
+        """Gradients are cut as the plan says."""
+        if self.parallel.store is not self.store:
+            raise RunError("the plan was changed between forward and backward", where="backward",
+                           fix="call model.move() after the backward() of all that was computed "
+                           "before")
+
     # --- the ways to run ------------------------------------------------------------------------
 
     def evaluated(self) -> Values:
@@ -116,7 +123,8 @@ class RankStep:
         parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"], parts)
         tensors = parallel.store.tensors
         grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
-        loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale)
+        loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale,
+                         self._refuse_moved)
         return {"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)}
 
     def promised(self) -> Values:
@@ -127,7 +135,7 @@ class RankStep:
             if self.world.rank == 0:
                 _tell_costs()
         values = self._outputs(keep=True)
-        self.store, self.versions = parallel.store, parallel.store.versions()
+        self.versions = self.store.versions()
         params = {name: t for name, t in parallel.store.tensors.items() if t.requires_grad}
         ends = {name: x for name, x in values.items() if self.program.info(name).grad}
 
@@ -193,10 +201,11 @@ class RankStep:
         """Gradients of this rank's parameters, from those of the whole outputs."""
         parallel, program = self.parallel, self.program
         check_alike(self.world, upstream)
-        if parallel.store is not self.store or self.store.versions() != self.versions:
+        self._refuse_moved()
+        if self.store.versions() != self.versions:
             raise RunError("a parameter was changed between forward and backward",
-                           where="backward", fix="call optimizer.step(), model.load() and "
-                           "model.move() after the backward() of all that was computed before")
+                           where="backward", fix="call optimizer.step() after the backward() of "
+                           "all that was computed before")
         last = len(parallel.own(parallel.plan).stages) - 1
         if last in program.stages:
             for mb, rows in enumerate(self.rows):
