@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import Profile, own_card
+from ..profile import Lookup, Profile, own_card
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
@@ -19,17 +19,20 @@ from .network import lookup
 from .tasks import StepTasks
 
 
-def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
+def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows: int,
              start_s: float = 0.0, draws: int = 0) -> Timeline:
     """One step of `num_rows` rows, starting `start_s` into the cluster's changes.
 
-    With `draws`, it is the median of so many steps whose computing times vary as measured.
+    With `draws`, it is the median of so many steps whose computing times vary as measured. A lookup
+    that is given remembers what was looked up before, and may know links in its own way.
     """
+    known = profile if isinstance(profile, Lookup) else lookup(profile)
+    profile = known.profile
     found = representatives(plan, profile, num_rows)
     varies = draws and not profile.quiet
     chances = sampled_steps(plan, profile.jitter_of, draws) if varies else [usual(plan)]
     with _uncollected():
-        costs = Costs(plan, graph, lookup(profile), found)
+        costs = Costs(plan, graph, known, found)
         steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
         peaks = memory.peaks(costs, num_rows)
     steps.sort(key=lambda step: step[1])
