@@ -15,13 +15,18 @@ from .pipelines import TINY, Grouping, PipelineKind, Shared, bisected, in_front,
 from .tables import Array
 
 
-def with_common_borders(own: Grouping, count: int) -> Iterator[Shared]:
-    """The best borders for every set of classes and number of stages, with its micro-batches."""
+def with_common_borders(own: Grouping, count: int, most: int) -> Iterator[Shared]:
+    """So many micro-batches on whole pipelines of each set of classes: the quickest few."""
     classes = [c for c, n in enumerate(own.num_groups) if n]
+    found: list[tuple[float, list[tuple[PipelineKind, int]]]] = []
     for size in range(1, len(classes) + 1):
         for chosen in itertools.combinations(classes, size):
             for cut in _cuts(own, chosen):
-                yield from _shared(own, chosen, cut, count)
+                kinds = _kinds(own, chosen, cut)
+                found.append((_seconds(kinds, count), kinds))
+    for seconds, kinds in sorted(found, key=lambda entry: entry[0])[:most]:
+        if seconds < np.inf:
+            yield shared_out(kinds, seconds, count, own.rows)
 
 
 def _cuts(own: Grouping, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -44,23 +49,26 @@ def _cuts(own: Grouping, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield tuple(cut)
 
 
-def _shared(own: Grouping, chosen: Sequence[int], cut: tuple[int, ...],
-            count: int) -> Iterator[Shared]:
+def _kinds(own: Grouping, chosen: Sequence[int],
+           cut: tuple[int, ...]) -> list[tuple[PipelineKind, int]]:
+    """Pipelines of each class with these borders, and how many there are."""
     stages = len(cut) - 1
     numbers = [own.num_groups[c] // stages for c in chosen]
-    sums = own.sums_s(chosen, numbers, cut)
-    kinds = []
+    sums, kinds = own.sums_s(chosen, numbers, cut), []
     for c in chosen:
         each = [float(own.stage(c, stages - 1 - p)[cut[p], cut[p + 1]]) for p in range(stages)]
-        slowest = max(each)
-        kinds.append(PipelineKind((own.groups[c],) * stages, cut, slowest, sum(each), 0.0, 0.0,
-                                  1.0, max(0.0, sums - slowest)))
-    some = list(zip(kinds, numbers, strict=True))
-    least = min(kind.all_s + kind.late_s for kind in kinds)
+        late = max(0.0, sums - max(each))
+        kinds.append(PipelineKind((own.groups[c],) * stages, cut, max(each), sum(each), 0.0, 0.0,
+                                  1.0, late))
+    return list(zip(kinds, numbers, strict=True))
+
+
+def _seconds(kinds: Sequence[tuple[PipelineKind, int]], count: int) -> float:
+    """When all micro-batches are done: not sooner than if parts of them counted."""
+    rate = sum(n / kind.slowest_s for kind, n in kinds)
+    begun = sum(n * (1 - (kind.all_s + kind.late_s) / kind.slowest_s) for kind, n in kinds)
 
     def done(seconds: float) -> bool:
-        return sum(n * kind.micro_batches(seconds) for kind, n in some) >= count
+        return sum(n * kind.micro_batches(seconds) for kind, n in kinds) >= count
 
-    seconds = bisected(done, max(least, TINY))
-    if seconds < np.inf:
-        yield shared_out(some, seconds, count, own.rows)
+    return bisected(done, max((count - begun) / rate, TINY))

@@ -62,8 +62,7 @@ class Proposals:
 
     def _shared(self, own: Grouping, count: int) -> Iterator[Shared]:
         """The quickest of either kind."""
-        alike = sorted(with_common_borders(own, count), key=lambda found: found.seconds)
-        yield from alike[:MOST_ALIKE]
+        yield from with_common_borders(own, count, MOST_ALIKE)
         if (found := own.shared(count)) is not None:
             yield found
 

@@ -153,16 +153,24 @@ class Grouping:
     def sums_s(self, chosen: Sequence[int], numbers: Sequence[int], cut: Sequence[int]) -> float:
         """About: seconds for the gradients of the largest stage, summed over so many pipelines of
         each of these classes that lie one behind the other."""
-        cluster, team, sizes = self.tables.cluster, [], []
+        team, size = [], 0.0
         for c, number in zip(chosen, numbers, strict=True):
             group = self.groups[c]
-            ranks = [r for r, k in enumerate(cluster.class_of) if k == group.device]
-            team += ranks[:: group.degree * (len(cut) - 1)][:number]
-            trained = _sums(self.tables.params(group.option).trained)
-            sizes += [trained[b] - trained[a] for a, b in pairwise(cut)]
-        if len(team) < 2:
-            return 0.0
-        return self._summed_s(team, float(max(sizes)))
+            team += self._ranks[c][:: group.degree * (len(cut) - 1)][:number]
+            trained = self._trained[c]
+            size = max(size, *(trained[b] - trained[a] for a, b in pairwise(cut)))
+        return self._summed_s(team, size) if len(team) > 1 else 0.0
+
+    @cached_property
+    def _ranks(self) -> list[list[int]]:
+        """Of every class of the groups."""
+        class_of = self.tables.cluster.class_of
+        return [[r for r, k in enumerate(class_of) if k == g.device] for g in self.groups]
+
+    @cached_property
+    def _trained(self) -> list[list[float]]:
+        """Of every group: bytes of gradients on a device before each border."""
+        return [_sums(self.tables.params(g.option).trained).tolist() for g in self.groups]
 
     def whole_s(self, number: int) -> float:
         """Seconds of a micro-batch for the whole model on one group of a class."""

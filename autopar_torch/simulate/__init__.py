@@ -31,7 +31,7 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows:
     found = representatives(plan, profile, num_rows)
     varies = draws and not profile.quiet
     chances = sampled_steps(plan, profile.jitter_of, draws) if varies else [usual(plan)]
-    with _uncollected():
+    with uncollected():
         costs = Costs(plan, graph, known, found)
         steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
         peaks = memory.peaks(costs, num_rows)
@@ -41,9 +41,10 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Run without the garbage collector: nothing here is part of a reference cycle, and looking
-    for cycles among all that a model is made of takes a third of the time."""
+    for cycles among all that a model is made of takes a third of the time. One inside another does
+    nothing, so many steps that are priced in one do not even collect in between."""
     was = gc.isenabled()
     gc.disable()
     try:
