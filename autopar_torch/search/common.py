@@ -7,6 +7,7 @@ Where sums are long that is worth more than borders which suit every class.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,26 +16,28 @@ from .pipelines import TINY, Grouping, PipelineKind, Shared, bisected, in_front,
 from .tables import Array
 
 
-def with_common_borders(own: Grouping, count: int, most: int) -> Iterator[Shared]:
-    """So many micro-batches on whole pipelines of each set of classes: the quickest few."""
+def with_common_borders(own: Grouping, count: int, most: int,
+                        limit_s: float = math.inf) -> Iterator[Shared]:
+    """So many micro-batches on whole pipelines of each set of classes: the quickest few, if they
+    are within the limit."""
     classes = [c for c, n in enumerate(own.num_groups) if n]
     found: list[tuple[float, list[tuple[PipelineKind, int]]]] = []
     for size in range(1, len(classes) + 1):
         for chosen in itertools.combinations(classes, size):
             for cut in _cuts(own, chosen):
                 kinds = _kinds(own, chosen, cut)
-                found.append((_seconds(kinds, count), kinds))
+                found.append((_seconds(kinds, count, limit_s), kinds))
     for seconds, kinds in sorted(found, key=lambda entry: entry[0])[:most]:
-        if seconds < np.inf:
+        if seconds < math.inf:
             yield shared_out(kinds, seconds, count, own.rows)
 
 
 def _cuts(own: Grouping, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """For each number of stages: the borders whose longest stage is the shortest, in parts of what
     its class takes for the whole model."""
-    start = np.full(own.num_blocks + 1, np.inf)
-    start[-1] = 0.0
-    slowest, total = start, np.where(start, 0.0, 0.0)
+    slowest = np.full(own.num_blocks + 1, np.inf)
+    slowest[-1] = 0.0
+    total = np.zeros(own.num_blocks + 1)
     ends: list[Array] = []
     whole = [own.whole_s(c) for c in chosen]
     for depth in range(min(own.num_blocks, *(own.num_groups[c] for c in chosen))):
@@ -63,12 +66,14 @@ def _kinds(own: Grouping, chosen: Sequence[int],
     return list(zip(kinds, numbers, strict=True))
 
 
-def _seconds(kinds: Sequence[tuple[PipelineKind, int]], count: int) -> float:
-    """When all micro-batches are done: not sooner than if parts of them counted."""
+def _seconds(kinds: Sequence[tuple[PipelineKind, int]], count: int, limit_s: float) -> float:
+    """When all micro-batches are done: not sooner than if parts of them counted. Infinite over the
+    limit."""
     rate = sum(n / kind.slowest_s for kind, n in kinds)
     begun = sum(n * (1 - (kind.all_s + kind.late_s) / kind.slowest_s) for kind, n in kinds)
 
     def done(seconds: float) -> bool:
         return sum(n * kind.micro_batches(seconds) for kind, n in kinds) >= count
 
-    return bisected(done, max((count - begun) / rate, TINY))
+    least = max((count - begun) / rate, TINY)
+    return bisected(done, least) if least < limit_s else math.inf

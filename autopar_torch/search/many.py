@@ -62,7 +62,7 @@ class Proposals:
 
     def _shared(self, own: Grouping, count: int) -> Iterator[Shared]:
         """The quickest of either kind."""
-        yield from with_common_borders(own, count, MOST_ALIKE)
+        yield from with_common_borders(own, count, MOST_ALIKE, self.judge.first_s())
         if (found := own.shared(count)) is not None:
             yield found
 
