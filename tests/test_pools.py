@@ -15,6 +15,7 @@ from autopar_torch.search.pipelines import groupings
 from autopar_torch.search.shapes import groups_of
 from autopar_torch.search.unequal import search_unequal
 from autopar_torch.shard.layout import parse_forms, parts_of
+from autopar_torch.simulate import simulate
 from problems import unequal
 from published import planning, pools, sailor
 
@@ -85,3 +86,14 @@ def test_what_was_not_measured_is_refused(tmp_path: Path) -> None:
         DATA.seconds("A100-40", 3, 4, 1)
     with pytest.raises(ProfileError, match=r"no layer_times.json"):
         planning.read(tmp_path)
+
+
+def test_what_does_not_fit_takes_forever_and_its_memory_is_told() -> None:
+    pool = pools.Pool(DATA, POOLS[0]["pool"])
+    plan = sailor.as_plan(POOLS[0]["plan"], pool.profile.cluster, ROWS, pool.options)
+    whole = simulate(plan, pool.graph, pool.links, ROWS)
+    peaks = [float(memory.peak_bytes) for memory in whole.memory]
+    assert simulate(plan, pool.graph, pool.links, ROWS, room_bytes=peaks) == whole
+    peaks[plan.devices[-1]] -= 1
+    tight = simulate(plan, pool.graph, pool.links, ROWS, room_bytes=peaks)
+    assert (tight.step_s, tight.memory) == (float("inf"), whole.memory)

@@ -271,10 +271,10 @@ class Judge:
         if any(choice.plan == plan for _, _, choice in self.best):
             return
         self.seen["priced"] += 1
-        timeline = simulate(plan, self.graph, self.profile, self.num_rows)
+        room = [self.room_bytes[k] for k in self.cluster.class_of]
+        timeline = simulate(plan, self.graph, self.profile, self.num_rows, room_bytes=room)
         peaks = [memory.peak_bytes for memory in timeline.memory]
-        over = {rank for rank in plan.devices
-                if peaks[rank] > self.room_bytes[self.cluster.class_of[rank]]}
+        over = {rank for rank in plan.devices if peaks[rank] > room[rank]}
         if over:
             again = _recomputing(plan, over) if self.limits.recompute is None else plan
             if again != plan:

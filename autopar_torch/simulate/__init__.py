@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from ..cluster import Cluster
 from ..model import ModelGraph
@@ -20,11 +21,13 @@ from .tasks import StepTasks
 
 
 def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows: int,
-             start_s: float = 0.0, draws: int = 0) -> Timeline:
+             start_s: float = 0.0, draws: int = 0,
+             room_bytes: Sequence[float] | None = None) -> Timeline:
     """One step of `num_rows` rows, starting `start_s` into the cluster's changes.
 
     With `draws`, it is the median of so many steps whose computing times vary as measured. A lookup
-    that is given remembers what was looked up before, and may know links in its own way.
+    that is given remembers what was looked up before, and may know links in its own way. What does
+    not fit into `room_bytes` of each device takes forever: only its memory is worked out.
     """
     known = profile if isinstance(profile, Lookup) else lookup(profile)
     profile = known.profile
@@ -33,8 +36,10 @@ def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows:
     chances = sampled_steps(plan, profile.jitter_of, draws) if varies else [usual(plan)]
     with uncollected():
         costs = Costs(plan, graph, known, found)
-        steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
         peaks = memory.peaks(costs, num_rows)
+        if room_bytes and any(peaks[rank].peak_bytes > room_bytes[rank] for rank in plan.devices):
+            return Timeline((), math.inf, peaks)
+        steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
     steps.sort(key=lambda step: step[1])
     spans, step_s = steps[len(steps) // 2]
     return Timeline(spans, step_s, peaks, alike=equal_groups(found))
