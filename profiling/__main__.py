@@ -18,6 +18,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "native": ("clock.native", "ten minutes, --quick two"),
     "checkpoints": ("clock.checkpoints", "half a minute"),
     "published": ("published.grade", "three seconds"),
+    "pools": ("published.pools", "half a minute"),
     "calibrate": ("published.calibrate", "seconds to a minute"),
     "rings": ("rings.compare", "--simulated minutes, --real --nodes 4 an hour"),
     "search": ("scale.search", "three minutes, --quick two"),

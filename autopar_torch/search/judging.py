@@ -190,9 +190,9 @@ class Judge:
     def schedules(self, shape: Lineups, count: int) -> list[ScheduleName]:
         if max(map(len, shape)) == 1:
             return ["1f1b"]
-        names: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble")
-        return [name for name in names if self.limits.schedule in (None, name)
-                and (name == "gpipe" or count > 1)]
+        if self.limits.schedule is not None:
+            return [self.limits.schedule]
+        return ["1f1b", "gpipe", "zero_bubble"] if count > 1 else ["gpipe"]
 
     def _of_messages(self, lineup: Lineup, places: tuple[tuple[int, ...], ...], rows: int,
                      cut: int = -1) -> tuple[list[float], list[float]]:
@@ -271,10 +271,10 @@ class Judge:
         if any(choice.plan == plan for _, _, choice in self.best):
             return
         self.seen["priced"] += 1
-        timeline = simulate(plan, self.graph, self.profile.profile, self.num_rows)
+        room = [self.room_bytes[k] for k in self.cluster.class_of]
+        timeline = simulate(plan, self.graph, self.profile, self.num_rows, room_bytes=room)
         peaks = [memory.peak_bytes for memory in timeline.memory]
-        over = {rank for rank in plan.devices
-                if peaks[rank] > self.room_bytes[self.cluster.class_of[rank]]}
+        over = {rank for rank in plan.devices if peaks[rank] > room[rank]}
         if over:
             again = _recomputing(plan, over) if self.limits.recompute is None else plan
             if again != plan:

@@ -67,6 +67,7 @@ class LineupBounds:
 
     def __init__(self, shared: Bounds, lineup: Lineup) -> None:
         self.shared, self.lineup = shared, lineup
+        self._outside: dict[int, Array] = {}
 
     @property
     def all_cuts(self) -> bool:
@@ -109,9 +110,8 @@ class LineupBounds:
                 backs: Sequence[float]) -> Array:
         """Per cut: from the first forward to the last backward, for so many micro-batches of so
         many rows. `sends` and `backs`: seconds of a message after each stage but the last."""
-        f, w, i = (np.stack([np.diff(getattr(self.shared.blocks(group, rows), name)[
-                       self.cuts[:, p : p + 2]], axis=1)[:, 0]
-                       for p, group in enumerate(self.lineup)], axis=1)
+        own = [self.shared.blocks(group, rows) for group in self.lineup]
+        f, w, i = (self._between([getattr(sums, name) for sums in own])
                    for name in _BlockSums._fields)
         f = f + self._before_forward
         p, m, there, back = len(self.lineup), count, sum(sends), sum(backs)
@@ -173,13 +173,22 @@ class LineupBounds:
 
     def _by_stage(self, values: Sequence[Array]) -> Array:
         """Cut x stage: the sum of something over the blocks of each stage, by its group."""
-        return np.stack([np.diff(_sums(own)[self.cuts[:, p : p + 2]], axis=1)[:, 0]
-                         for p, own in enumerate(values)], axis=1)
+        return self._between([_sums(own) for own in values])
+
+    def _between(self, sums: Sequence[Array]) -> Array:
+        """Cut x stage: by the sums over the blocks before each border, one per stage."""
+        return np.stack([own[self.cuts[:, p + 1]] - own[self.cuts[:, p]]
+                         for p, own in enumerate(sums)], axis=1)
 
     def outside(self, dp: int, zero: int) -> Array:
         """Per cut: taking the batch, and the longest update."""
-        params = [self.shared.tables.params(group.option) for group in self.lineup]
         parts = dp if zero else 1
+        if parts not in self._outside:
+            self._outside[parts] = self._taking_and_update(parts)
+        return self._outside[parts]
+
+    def _taking_and_update(self, parts: int) -> Array:
+        params = [self.shared.tables.params(group.option) for group in self.lineup]
         update = self._by_stage([
             own.trained * self.over(group).update_s_per_byte / parts
             + own.number * self.over(group).update_s_per_tensor

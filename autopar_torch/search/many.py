@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..plan import BUCKET_BYTES
+from .common import with_common_borders
 from .judging import Family, Judge, Leaf
 from .pipelines import Grouping, Shared, groupings
 from .shapes import Group, Sharing, as_unequal_plan, placed
@@ -18,6 +19,7 @@ from .space import divisors
 
 MOST_PRICED = 8  # of each kind: how many the engine prices
 MOST_REFINED = 48  # of how many groupings the kinds of pipelines are worked out
+MOST_ALIKE = 2  # with common borders, of each grouping
 STAGES = (1, 2, 4, 8)  # of a pipeline, and micro-batches, where rows are shared out
 
 
@@ -47,8 +49,9 @@ class Proposals:
             elif rough and refined < MOST_REFINED:
                 refined += 1
                 heapq.heappush(queue, (own.least_s(rows // own.rows), number, own, None, False))
-            elif not rough and (shared := own.shared(rows // own.rows)) is not None:
-                heapq.heappush(queue, (shared.seconds, number, own, shared, False))
+            elif not rough:
+                for found in self._shared(own, rows // own.rows):
+                    heapq.heappush(queue, (found.seconds, next(judge.serial), own, found, False))
         leaves = sorted(((judge.walked_s(leaf), next(judge.serial), leaf)
                          for leaf in self._by_rows(groups)), key=lambda entry: entry[:2])
         judge.seen["considered"] += len(leaves)
@@ -56,6 +59,12 @@ class Proposals:
             if walked_s < judge.first_s():
                 judge.offer(judge.plan(leaf))
         judge.left_out(judge.ideal_s(groups))
+
+    def _shared(self, own: Grouping, count: int) -> Iterator[Shared]:
+        """The quickest of either kind."""
+        yield from with_common_borders(own, count, MOST_ALIKE, self.judge.first_s())
+        if (found := own.shared(count)) is not None:
+            yield found
 
     def _by_rows(self, groups: Sequence[Group]) -> Iterator[Leaf]:
         """Replicas of one class each, in step, with as many rows as they can take; those of the

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,11 +43,11 @@ class PipelineKind(NamedTuple):
     filling_s: float
     chain_s: float
     ahead: float
-    sums_s: float  # about: of the gradients of its largest stage, if there are several pipelines
+    late_s: float  # about: of the sums with other pipelines, what no backward hides
 
     def micro_batches(self, seconds: float) -> int:
-        """How many it has done by then in 1F1B."""
-        return max(0, int((seconds - self.all_s) / self.slowest_s + 1.0 + TINY))
+        """How many it has done by then in 1F1B, its gradients summed."""
+        return max(0, int((seconds - self.late_s - self.all_s) / self.slowest_s + 1.0 + TINY))
 
 
 class Shared(NamedTuple):
@@ -69,6 +70,7 @@ class Grouping:
         self.num_blocks = len(tables.graph.blocks)
         self._stages: dict[tuple[int, int], Array] = {}
         self._least: dict[int, float] = {}
+        self._of_groups: dict[frozenset[Group], tuple[float, float, float]] = {}
 
     def ideal_s(self, count: int) -> float:
         """All groups are busy all the time; and no micro-batch is there and back sooner than on
@@ -93,7 +95,7 @@ class Grouping:
             following: dict[tuple[int, ...], tuple[Array, Array]] = {}
             for used in self._longer(level):
                 options = [(c, level[less]) for c, less in self._shorter(used) if less in level]
-                made = [_before(self._stage(c, depth), *ahead) for c, ahead in options]
+                made = [in_front(self.stage(c, depth), *ahead) for c, ahead in options]
                 pick = np.argmin([own[0] for own in made], axis=0)
                 columns = [np.choose(pick, [own[k] for own in made]) for k in range(3)]
                 known[used] = (*columns, np.array([c for c, _ in options])[pick])
@@ -134,21 +136,45 @@ class Grouping:
             lineup.append(self.groups[c])
             cut.append(at)
             used = (*used[:c], used[c] - 1, *used[c + 1 :])
-        works = [self._work(group) for group in set(lineup)]
-        forward, back = (float(np.min([w[k] for w in works], axis=0).sum()) for k in (0, 1))
-        ahead = min(float((w[1] / np.maximum(w[2], TINY)).min()) for w in works)
+        forward, back, ahead = self._quickest(frozenset(lineup))
         return PipelineKind(tuple(lineup), tuple(cut), slowest, total, max(slowest, forward),
-                    max(slowest * ahead, back), max(ahead, TINY), self._sums_s(lineup, cut))
+                    max(slowest * ahead, back), max(ahead, TINY), 0.0)
 
-    def _sums_s(self, lineup: Sequence[Group], cut: Sequence[int]) -> float:
-        """Over a rank of every node, as replicas lie on all of them."""
-        cluster = self.tables.cluster
-        team = [cluster.node_of.index(node) for node in range(len(cluster.nodes))]
-        team = team if len(team) > 1 else list(range(cluster.num_devices))
-        curve = self.tables.profile.curve("scatter" if self.zero else "sum", team)
-        trained = [self.tables.params(group.option).trained[a:b].sum()
-                   for group, a, b in zip(lineup, cut, cut[1:], strict=False)]
-        return curve.seconds(float(max(trained)))
+    def _quickest(self, groups: frozenset[Group]) -> tuple[float, float, float]:
+        """Of all blocks, each on the group that suits it: forward, what the stage before waits for,
+        and the least part of all work that this is."""
+        if groups not in self._of_groups:
+            works = [self._work(group) for group in groups]
+            forward, back = (float(np.min([w[k] for w in works], axis=0).sum()) for k in (0, 1))
+            ahead = min(float((w[1] / np.maximum(w[2], TINY)).min()) for w in works)
+            self._of_groups[groups] = forward, back, ahead
+        return self._of_groups[groups]
+
+    def sums_s(self, chosen: Sequence[int], numbers: Sequence[int], cut: Sequence[int]) -> float:
+        """About: seconds for the gradients of the largest stage, summed over so many pipelines of
+        each of these classes that lie one behind the other."""
+        team, size = [], 0.0
+        for c, number in zip(chosen, numbers, strict=True):
+            group = self.groups[c]
+            team += self._ranks[c][:: group.degree * (len(cut) - 1)][:number]
+            trained = self._trained[c]
+            size = max(size, *(trained[b] - trained[a] for a, b in pairwise(cut)))
+        return self._summed_s(team, size) if len(team) > 1 else 0.0
+
+    @cached_property
+    def _ranks(self) -> list[list[int]]:
+        """Of every class of the groups."""
+        class_of = self.tables.cluster.class_of
+        return [[r for r, k in enumerate(class_of) if k == g.device] for g in self.groups]
+
+    @cached_property
+    def _trained(self) -> list[list[float]]:
+        """Of every group: bytes of gradients on a device before each border."""
+        return [_sums(self.tables.params(g.option).trained).tolist() for g in self.groups]
+
+    def whole_s(self, number: int) -> float:
+        """Seconds of a micro-batch for the whole model on one group of a class."""
+        return float(self._work(self.groups[number])[2].sum())
 
     def _work(self, group: Group) -> tuple[Array, Array, Array]:
         """Per block: its forward; with what the stage before waits for; with all its backward."""
@@ -156,7 +182,7 @@ class Grouping:
         whole = np.minimum(own.backward, own.input + own.weight)
         return own.forward, own.forward + np.minimum(own.input, whole), own.forward + whole
 
-    def _stage(self, number: int, from_end: int) -> Array:
+    def stage(self, number: int, from_end: int) -> Array:
         """First block x end: seconds of a micro-batch, infinite where it does not fit."""
         if (number, from_end) not in self._stages:
             group, best = self.groups[number], np.array(np.inf)
@@ -190,7 +216,7 @@ class Grouping:
         """A lower bound of the time for so many micro-batches, parts of pipelines included."""
         if count not in self._least:
             low = self.ideal_s(count)
-            self._least[count] = _bisected(lambda s: self._most(s) >= count, low) if (
+            self._least[count] = bisected(lambda s: self._most(s) >= count, low) if (
                 self.kinds) else float("inf")
         return self._least[count]
 
@@ -217,20 +243,29 @@ class Grouping:
         seconds = self.least_s(count)
         if seconds == np.inf:
             return None
-        later = _bisected(lambda s: max(k.micro_batches(s) for k in self.kinds) > 0, seconds)
+        later = bisected(lambda s: max(k.micro_batches(s) for k in self.kinds) > 0, seconds)
         chosen = self._whole(np.array([float(k.micro_batches(later)) for k in self.kinds]))
         if not any(chosen):
             return None
         some = [(kind, n) for kind, n in zip(self.kinds, chosen, strict=True) if n]
-        done = _bisected(lambda s: sum(n * kind.micro_batches(s) for kind, n in some) >= count,
+        done = bisected(lambda s: sum(n * kind.micro_batches(s) for kind, n in some) >= count,
                          seconds)
-        lines = [kind for kind, n in some for _ in range(n)]
-        numbers = _trimmed([kind.micro_batches(done) for kind in lines], lines, count)
-        kept = [(kind, n) for kind, n in zip(lines, numbers, strict=True) if n]
-        if len(kept) > 1:  # of the last micro-batch's backward, sums can hide
-            done += max(max(0.0, kind.sums_s - kind.slowest_s) for kind, _ in kept)
-        return Shared(done, tuple(kind.lineup for kind, _ in kept), [kind.cut for kind, _ in kept],
-                      Sharing(tuple(n for _, n in kept), (self.rows,) * len(kept)))
+        found = shared_out(some, done, count, self.rows)
+        if len(found.shape) > 1:  # of the last micro-batch's backward, sums can hide
+            done += max(max(0.0, self._own_sums_s(kind) - kind.slowest_s) for kind, _ in some)
+        return found._replace(seconds=done)
+
+    def _own_sums_s(self, kind: PipelineKind) -> float:
+        """Of its largest stage, over a rank of every node, as replicas lie on all of them."""
+        cluster = self.tables.cluster
+        team = cluster.start_of if len(cluster.nodes) > 1 else range(cluster.num_devices)
+        trained = [self.tables.params(group.option).trained[a:b].sum()
+                   for group, (a, b) in zip(kind.lineup, pairwise(kind.cut), strict=True)]
+        return self._summed_s(team, float(max(trained)))
+
+    def _summed_s(self, team: Sequence[int], num_bytes: float) -> float:
+        curve = self.tables.profile.curve("scatter" if self.zero else "sum", team)
+        return curve.seconds(num_bytes)
 
     def _whole(self, values: Array) -> list[int]:
         free = np.array(self.num_groups, float)
@@ -245,7 +280,7 @@ class Grouping:
         return [int(n) for n in chosen]
 
 
-def _before(stage: Array, slowest: Array, total: Array) -> tuple[Array, Array, Array]:
+def in_front(stage: Array, slowest: Array, total: Array) -> tuple[Array, Array, Array]:
     """With one more stage in front: per first block, its slowest stage, all of them, its end."""
     longest = np.maximum(stage, slowest[None, :])
     sums = stage + total[None, :]
@@ -253,6 +288,16 @@ def _before(stage: Array, slowest: Array, total: Array) -> tuple[Array, Array, A
     rows = np.arange(len(stage))
     return longest[rows, ends], np.where(np.isfinite(longest[rows, ends]), sums[rows, ends],
                                          np.inf), ends
+
+
+def shared_out(some: Sequence[tuple[PipelineKind, int]], seconds: float, count: int,
+               rows: int) -> Shared:
+    """So many micro-batches, in the numbers that so many pipelines of each kind do by then."""
+    lines = [kind for kind, n in some for _ in range(n)]
+    numbers = _trimmed([kind.micro_batches(seconds) for kind in lines], lines, count)
+    kept = [(kind, n) for kind, n in zip(lines, numbers, strict=True) if n]
+    return Shared(seconds, tuple(kind.lineup for kind, _ in kept), [kind.cut for kind, _ in kept],
+                  Sharing(tuple(n for _, n in kept), (rows,) * len(kept)))
 
 
 def _trimmed(numbers: list[int], lines: Sequence[PipelineKind], count: int) -> list[int]:
@@ -266,7 +311,7 @@ def _trimmed(numbers: list[int], lines: Sequence[PipelineKind], count: int) -> l
     return numbers
 
 
-def _bisected(enough: Callable[[float], bool], low: float) -> float:
+def bisected(enough: Callable[[float], bool], low: float) -> float:
     """The least seconds that are enough, from a lower bound on."""
     high = low
     while not enough(high):

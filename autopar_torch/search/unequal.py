@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ..errors import SearchError
 from ..model import ModelGraph
 from ..profile import Lookup, Profile
+from ..simulate import uncollected
 from .best import KEPT, Result, search
 from .few import Enumeration
 from .judging import Judge
@@ -43,9 +44,10 @@ def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup
     start, limits, cluster = time.perf_counter(), limits or Constraints(), profile.profile.cluster
     many = cluster.num_devices > FEW
     judge = Judge(graph, options, profile, num_rows, limits, kept, many)
-    judge.even()
-    groups = groups_of(cluster, options, limits, judge.measured)
-    (Proposals(judge) if many else Enumeration(judge)).run(groups)
+    with uncollected():
+        judge.even()
+        groups = groups_of(cluster, options, limits, judge.measured)
+        (Proposals(judge) if many else Enumeration(judge)).run(groups)
     if not judge.best:
         raise judge.nothing or SearchError(
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",

@@ -149,18 +149,49 @@ def _cutting(members: list[LocalParam]) -> Team:
 
 
 def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, Holders]:
-    """Parameter -> one holding per rank that has a part of it, in rank order."""
-    found: dict[str, dict[int, LocalParam]] = {}
+    """Parameter -> one holding per rank that has a part of it, in rank order. Parameters that lie
+    alike in all stages have the same one."""
+    distinct = {tuple((s.blocks, s.axes, s.shardings) for s in replica.stages): replica
+                for replica in plan.replicas}.values()
+    places = [[[(rank, place_in(stage, rank), share) for rank, share in zip(
+        stage.devices, stage.share or (1,) * len(stage.devices), strict=True)]
+        for stage in replica.stages] for replica in plan.replicas]
+    known: dict[tuple[object, ...], Holders] = {}
+    found: dict[str, Holders] = {}
+    for name, uses in _uses(plan, graph).items():
+        key = tuple((s, param_forms(plan, stage, *use)) for replica in distinct
+                    for s, stage in enumerate(replica.stages) for use in uses if _reads(stage, use))
+        if key not in known:
+            known[key] = _holders(plan, uses, places)
+        found[name] = known[key]
+    return found
+
+
+def _uses(plan: Plan, graph: ModelGraph) -> dict[str, list[tuple[int, str]]]:
+    """Parameter -> the blocks and slots that read it, in the order of the stages."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for stage in plan.replicas[0].stages:
+        for block in range(*(stage.blocks or (0, 0))):
+            for slot, name in graph.blocks[block].params.items():
+                found.setdefault(name, []).append((block, slot))
+    return found
+
+
+def _reads(stage: Stage, use: tuple[int, str]) -> bool:
+    first, end = stage.blocks or (0, 0)
+    return first <= use[0] < end
+
+
+def _holders(plan: Plan, uses: Sequence[tuple[int, str]],
+             places: Sequence[Sequence[Sequence[tuple[int, tuple[int, ...], int]]]]) -> Holders:
+    """Of a parameter that these slots of blocks read, by the place and share of every rank."""
+    ranks: dict[int, LocalParam] = {}
     for r, replica in enumerate(plan.replicas):
         for s, stage in enumerate(replica.stages):
-            first, last = stage.blocks or (0, 0)
-            axes, shares = stage.axes, stage.share or (1,) * len(stage.devices)
-            places = [(rank, place_in(stage, rank), share)
-                      for rank, share in zip(stage.devices, shares, strict=True)]
-            for block in range(first, last):
-                for slot, name in graph.blocks[block].params.items():
-                    forms = param_forms(plan, stage, block, slot)
-                    own = found.setdefault(name, {})
-                    for rank, place, share in places:
-                        own.setdefault(rank, LocalParam(rank, (r, s), forms, axes, place, share))
-    return {name: Holders(ranks[k] for k in sorted(ranks)) for name, ranks in found.items()}
+            for use in uses:
+                if _reads(stage, use):
+                    forms = param_forms(plan, stage, *use)
+                    for rank, place, share in places[r][s]:
+                        ranks.setdefault(rank, LocalParam(rank, (r, s), forms, stage.axes, place,
+                                                          share))
+    return Holders(ranks[k] for k in sorted(ranks))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from ..cluster import Cluster
 from ..model import ModelGraph
 from ..plan import Plan
-from ..profile import Profile, own_card
+from ..profile import Lookup, Profile, own_card
 from ..timeline import Span, Timeline
 from . import fluid, memory
 from .costs import Costs
@@ -19,28 +20,36 @@ from .network import lookup
 from .tasks import StepTasks
 
 
-def simulate(plan: Plan, graph: ModelGraph, profile: Profile, num_rows: int,
-             start_s: float = 0.0, draws: int = 0) -> Timeline:
+def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows: int,
+             start_s: float = 0.0, draws: int = 0,
+             room_bytes: Sequence[float] | None = None) -> Timeline:
     """One step of `num_rows` rows, starting `start_s` into the cluster's changes.
 
-    With `draws`, it is the median of so many steps whose computing times vary as measured.
+    With `draws`, it is the median of so many steps whose computing times vary as measured. A lookup
+    that is given remembers what was looked up before, and may know links in its own way. What does
+    not fit into `room_bytes` of each device takes forever: only its memory is worked out.
     """
+    known = profile if isinstance(profile, Lookup) else lookup(profile)
+    profile = known.profile
     found = representatives(plan, profile, num_rows)
     varies = draws and not profile.quiet
     chances = sampled_steps(plan, profile.jitter_of, draws) if varies else [usual(plan)]
-    with _uncollected():
-        costs = Costs(plan, graph, lookup(profile), found)
-        steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
+    with uncollected():
+        costs = Costs(plan, graph, known, found)
         peaks = memory.peaks(costs, num_rows)
+        if room_bytes and any(peaks[rank].peak_bytes > room_bytes[rank] for rank in plan.devices):
+            return Timeline((), math.inf, peaks)
+        steps = [_step(costs, num_rows, start_s, chance) for chance in chances]
     steps.sort(key=lambda step: step[1])
     spans, step_s = steps[len(steps) // 2]
     return Timeline(spans, step_s, peaks, alike=equal_groups(found))
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Run without the garbage collector: nothing here is part of a reference cycle, and looking
-    for cycles among all that a model is made of takes a third of the time."""
+    for cycles among all that a model is made of takes a third of the time. One inside another does
+    nothing, so many steps that are priced in one do not even collect in between."""
     was = gc.isenabled()
     gc.disable()
     try:
