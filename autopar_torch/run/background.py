@@ -23,7 +23,7 @@ from .world import World
 log = logging.getLogger("autopar_torch")
 POLL_S = 0.05
 LEAVE_S = 300.0  # for other ranks, at the end of a script
-Noun = TypeVar("Noun", bound=Struct)
+Note = TypeVar("Note", bound=Struct)
 
 
 class Writing:
@@ -37,13 +37,13 @@ class Writing:
         self.error: AutoparError | None = None
         self.done, self.stopped = threading.Event(), threading.Event()
 
-    def begin(self, write: Callable[[], Noun], commit: Callable[[Sequence[Noun]], None]) -> None:
+    def begin(self, write: Callable[[], Note], commit: Callable[[Sequence[Note]], None]) -> None:
         self.thread = threading.Thread(target=self._run, args=(write, commit), daemon=True,
                                        name="autopar save")
         self.thread.start()
         atexit.register(self._leave)
 
-    def _run(self, write: Callable[[], Noun], commit: Callable[[Sequence[Noun]], None]) -> None:
+    def _run(self, write: Callable[[], Note], commit: Callable[[Sequence[Note]], None]) -> None:
         try:
             own = write()
             files.save(own, self._note(self.rank))
@@ -63,7 +63,7 @@ class Writing:
     def _note(self, rank: int) -> Path:
         return self.folder / note_name(self.generation, rank)
 
-    def _notes(self, kind: type[Noun]) -> Iterator[Noun]:
+    def _notes(self, kind: type[Note]) -> Iterator[Note]:
         """What every rank wrote, once it has."""
         for rank in range(self.size):
             while not self._note(rank).exists():
