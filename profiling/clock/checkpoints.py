@@ -3,7 +3,8 @@
     python profiling checkpoints [repeats]
 
 A model of 100 MB with AdamW state (300 MB in all) under tensor parallelism of 2, interleaved, each
-form into a new folder and over an old one. Times of one form vary with the disk: look at the
+form into a new folder and over an old one; and what a save in the background costs the steps
+beside which it is written. Times of one form vary with the disk: look at the
 ratios, and where others use the machine at the seconds of CPU that rank 0 used.
 """
 
@@ -55,8 +56,18 @@ def measured(repeats: int) -> dict[str, list[float]]:
         "ours": lambda to: model.save(to, opt),
         "dcp": lambda to: dcp_save(state, checkpoint_id=str(to)),
     }
+    batch = x.repeat(BESIDE_ROWS // ROWS, 1)
+
+    def steps(saves: bool) -> None:
+        for step in range(BESIDE):
+            model(batch).backward()
+            opt.step()
+            opt.zero_grad()
+            if saves and not step:
+                model.save(folder / "beside", opt, background=True)
+
     kinds = [f"{form} {how}{what}" for form in forms for how in HOW for what in ("", " cpu")]
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in (*kinds, "steps", "steps, saved")}
     for repeat in range(repeats):
         for form in sorted(forms, reverse=repeat % 2 == 1):
             to = folder / f"{form}{repeat}"
@@ -70,10 +81,18 @@ def measured(repeats: int) -> dict[str, list[float]]:
             if rank == 0:
                 shutil.rmtree(to)
             dist.barrier()
+        for saves in (repeat % 2 == 1, repeat % 2 == 0):
+            dist.barrier()
+            start = time.perf_counter()
+            steps(saves)
+            dist.barrier()
+            times["steps, saved" if saves else "steps"].append(time.perf_counter() - start)
+            model._finish_writing()
     return times
 
 
 HOW = ("new", "over")
+BESIDE, BESIDE_ROWS = 20, 256  # steps for one save, and their rows
 
 
 def dist_size() -> int:
@@ -92,3 +111,8 @@ def main() -> None:
         ratios = [a / b for a, b in zip(ours, dcp, strict=True)]
         print(f"{what:8} ours {statistics.median(ours):.3f} s, DCP {statistics.median(dcp):.3f} s,"
               f" ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    plain, saved = times["steps"], times["steps, saved"]
+    ratios = [a / b for a, b in zip(saved, plain, strict=True)]
+    print(f"one save in the background for {BESIDE} steps: {statistics.median(saved):.2f} s, none "
+          f"{statistics.median(plain):.2f} s, ratio {statistics.median(ratios):.3f} "
+          f"({min(ratios):.3f} to {max(ratios):.3f})")
