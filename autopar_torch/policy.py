@@ -19,6 +19,7 @@ What holds for `Regret`, for steps that are short beside the price P (tests/test
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -29,25 +30,32 @@ from .limits import Delta
 MOST_S = 1e9  # behind; what cannot run at all is further behind
 
 
+class Other(NamedTuple):
+    """Another plan: what a step of it takes now, and what moving to it does."""
+
+    step_s: float
+    price_s: float
+
+
 class Regret(Struct, frozen=True, forbid_unknown_fields=True):
     """What the plan in use has lost against each other one, less what it gained: the differences of
     a work function. A rule of one run; its verbs return the rule as it is afterwards."""
 
     behind_s: dict[str, Delta] = {}
 
-    def seen(self, step_s: float, others: Mapping[str, float], price_s: float,
-             num_steps: float = 1.0) -> Regret:
-        """After so many steps of the plan in use; `others`: what a step of each would have taken.
-        That a plan gained can never make up for more than the price of one move."""
-        lost = {name: self.behind_s.get(name, 0.0) + (step_s - other_s) * num_steps
-                for name, other_s in others.items()}
-        return Regret(self.behind_s | {name: min(max(own, -price_s), MOST_S)
-                                       for name, own in lost.items()})
+    def seen(self, step_s: float, others: Mapping[str, Other], num_steps: float = 1.0) -> Regret:
+        """After so many steps of the plan in use. What a plan gained can never make up for more
+        than the price of one move."""
+        behind = {name: self.behind_s.get(name, 0.0) + (step_s - other.step_s) * num_steps
+                  for name, other in others.items()}
+        return Regret(self.behind_s | {name: min(max(own, -others[name].price_s), MOST_S)
+                                       for name, own in behind.items()})
 
-    def chosen(self, others: Mapping[str, float], price_s: float) -> str | None:
+    def chosen(self, step_s: float, others: Mapping[str, Other]) -> str | None:
         """The plan to move to, if one is worth its price: of these the fastest at present."""
-        worth = [n for n in others if self.behind_s.get(n, 0.0) >= price_s]
-        return min(worth, key=lambda n: (others[n], n), default=None)
+        worth = [name for name, other in others.items() if other.step_s < step_s
+                 and self.behind_s.get(name, 0.0) >= other.price_s]
+        return min(worth, key=lambda name: (others[name].step_s, name), default=None)
 
     def moved(self, old: str, new: str, price_s: float) -> Regret:
         """From now on the plan in use is the new one."""
@@ -55,10 +63,12 @@ class Regret(Struct, frozen=True, forbid_unknown_fields=True):
         rest = {name: max(own - paid, -price_s) for name, own in self.behind_s.items()}
         return Regret({name: own for name, own in rest.items() if name != new} | {old: -price_s})
 
-    def steps_left(self, step_s: float, others: Mapping[str, float], price_s: float) -> float:
+    def steps_left(self, step_s: float, others: Mapping[str, Other]) -> float:
         """So many steps from now, if nothing changes, a faster plan is worth its price."""
-        return min((max(0.0, price_s - self.behind_s.get(n, 0.0)) / (step_s - other_s)
-                    for n, other_s in others.items() if other_s < step_s), default=float("inf"))
+        return min((max(0.0, other.price_s - self.behind_s.get(name, 0.0))
+                    / (step_s - other.step_s)
+                    for name, other in others.items() if other.step_s < step_s),
+                   default=float("inf"))
 
 
 def hindsight(lost_s: Sequence[Sequence[float]], price_s: float, first: int = 0) -> float:

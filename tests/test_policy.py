@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autopar_torch.policy import Regret, hindsight
+from autopar_torch.policy import Other, Regret, hindsight
 
 PRICE_S = 100.0
 SHORT_S = 1.0  # of the best plan's steps, beside the price
@@ -16,10 +16,10 @@ def walked(steps: Steps, price_s: float = PRICE_S) -> tuple[float, int]:
     """Seconds lost beside always being in the best plan, and how many moves."""
     rule, own, lost, moves = Regret(), 0, 0.0, 0
     for step in steps:
-        others = {"ab"[1 - own]: step[1 - own]}
-        rule = rule.seen(step[own], others, price_s)
+        others = {"ab"[1 - own]: Other(step[1 - own], price_s)}
+        rule = rule.seen(step[own], others)
         lost += step[own] - min(step)
-        if (new := rule.chosen(others, price_s)) is not None and step[own] > min(step):
+        if (new := rule.chosen(step[own], others)) is not None:
             rule, own, moves = rule.moved("ab"[own], new, price_s), 1 - own, moves + 1
             lost += price_s
     return lost, moves
@@ -58,10 +58,10 @@ def test_an_enemy_who_slows_whatever_is_in_use_gains_no_more_than_that(slow: flo
     rule, own, steps = Regret(), 0, []
     for _ in range(20_000):
         step = (slow, SHORT_S) if own == 0 else (SHORT_S, slow)
-        others = {"ab"[1 - own]: SHORT_S}
+        others = {"ab"[1 - own]: Other(SHORT_S, PRICE_S)}
         steps.append(step)
-        rule = rule.seen(slow, others, PRICE_S)
-        if (new := rule.chosen(others, PRICE_S)) is not None:
+        rule = rule.seen(slow, others)
+        if (new := rule.chosen(slow, others)) is not None:
             rule, own = rule.moved("ab"[own], new, PRICE_S), 1 - own
     lost, moves = walked(steps)
     assert moves > 5
@@ -101,7 +101,8 @@ def test_a_long_change_moves_once() -> None:
 
 
 def test_steps_left_tells_when_the_rule_moves() -> None:
-    rule = Regret({"b": 20.0})
-    assert rule.steps_left(1.5, {"b": 1.0}, PRICE_S) == pytest.approx(160)
-    assert rule.steps_left(1.0, {"b": 1.0}, PRICE_S) == float("inf")
-    assert rule.seen(1.5, {"b": 1.0}, PRICE_S, 160).chosen({"b": 1.0}, PRICE_S) == "b"
+    rule, others = Regret({"b": 20.0}), {"b": Other(1.0, PRICE_S)}
+    assert rule.steps_left(1.5, others) == pytest.approx(160)
+    assert rule.steps_left(1.0, others) == float("inf")
+    assert rule.seen(1.5, others, 159).chosen(1.5, others) is None
+    assert rule.seen(1.5, others, 160).chosen(1.5, others) == "b"
