@@ -14,7 +14,7 @@ Moment = Annotated[float, Meta(ge=0.0, le=1e9)]  # seconds; a trace may last for
 GONE = (0.0, 0.0)
 
 
-class Event(Struct, frozen=True, forbid_unknown_fields=True):
+class Incident(Struct, frozen=True, forbid_unknown_fields=True):
     """From `at_s` on a node's link or its devices run at `factor` of their speed; or the node is
     lost, or back, as fast as it was."""
 
@@ -35,7 +35,7 @@ class History(Struct, frozen=True, forbid_unknown_fields=True):
 
     num_nodes: Count
     end_s: Moment
-    events: tuple[Event, ...]
+    events: tuple[Incident, ...]
     devices_per_node: Count = 1
     source: Name = "given by the user"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,9 +69,10 @@ class Kept(NamedTuple):
     """A plan that was the best in some state: its nodes, and how it uses them."""
 
     nodes: frozenset[int]
-    plan: Plan
+    plan: int  # in `Planner.plans`
 
 
+FULL = Level(1.0, 1.0)
 State = tuple[tuple[float, float], ...]
 
 
@@ -91,32 +93,37 @@ class Planner:
         self._options = offline.assumed(traced, num_rows, cluster, limits).options
         self._cases: dict[tuple[int, Level], Case] = {}
         self._levels: dict[Level, Case] = {}
-        self._best: dict[tuple[int, Level], tuple[Plan, float] | None] = {}
-        self._step_s: dict[tuple[Plan, Level], float] = {}
+        self.plans: list[Plan] = []
+        self._best: dict[tuple[int, Level], tuple[int, float] | None] = {}
+        self._step_s: dict[tuple[int, Level], float] = {}
 
-    def best(self, count: int, at: Level) -> tuple[Plan, float] | None:
-        """The fastest plan for so many nodes or fewer."""
-        tried = sorted({count // n * n for n in FEWER if count >= n}, reverse=True)
-        found = [own for own in (self._exactly(n, at) for n in tried) if own]
-        return min(found, key=lambda own: own[1], default=None)
-
-    def _exactly(self, count: int, at: Level) -> tuple[Plan, float] | None:
+    def _exactly(self, count: int, at: Level) -> tuple[int, float] | None:
+        """The fastest plan of so many nodes, if one fits."""
         if (count, at) not in self._best:
             case = self._case(count, at)
             try:
                 found = search(case.graph, case.options, lookup(case.profile), self.num_rows,
                                self.limits, kept=1)
-                self._best[count, at] = found.plan, found.step_s
+                self._best[count, at] = self._number(found.plan), found.step_s
             except SearchError:  # too little memory, or no degrees that fit
                 self._best[count, at] = None
         return self._best[count, at]
 
-    def step_s(self, plan: Plan, at: Level) -> float:
+    def _number(self, plan: Plan) -> int:
+        if plan not in self.plans:
+            self.plans.append(plan)
+        return self.plans.index(plan)
+
+    def num_nodes(self, number: int) -> int:
+        return len(self.plans[number].devices) // self.per_node
+
+    def step_s(self, number: int, at: Level) -> float:
         """What a step of a plan takes at a level."""
-        if (plan, at) not in self._step_s:
-            pricer, borders = self._case(len(plan.devices) // self.per_node, at).pricer(plan)
-            self._step_s[plan, at] = pricer.price(borders).step_s
-        return self._step_s[plan, at]
+        if (number, at) not in self._step_s:
+            case = self._case(self.num_nodes(number), at)
+            pricer, borders = case.pricer(self.plans[number])
+            self._step_s[number, at] = pricer.price(borders).step_s
+        return self._step_s[number, at]
 
     def _case(self, count: int, at: Level) -> Case:
         """The search for so many nodes: with prices of this level."""
@@ -141,21 +148,50 @@ class Planner:
         """The best plan: which nodes it leaves out, and how it uses the others."""
         levels = [Level(level(link), level(speed)) for link, speed in state]
         there = {at for at in levels if at.speed}
-        found = []
-        for least in itertools.product({at.link for at in there}, {at.speed for at in there}):
-            at = Level(*least)
-            able = [n for n, own in enumerate(levels) if own.link >= at.link
-                    and own.speed >= at.speed]
-            if able and (own := self.best(len(able), at)):
-                nodes = frozenset(able[: len(own[0].devices) // self.per_node])
-                found.append((own[1], -at.link, -at.speed, Kept(nodes, own[0])))
-        return min(found, key=lambda own: own[:3])[3] if found else None
+        able = {at: [n for n, own in enumerate(levels) if own.link >= at.link
+                     and own.speed >= at.speed]
+                for at in itertools.starmap(Level, itertools.product(
+                    {at.link for at in there}, {at.speed for at in there}))}
+        tried = {(len(own) // n * n, at) for at, own in able.items() for n in FEWER
+                 if len(own) >= n}
+        best: tuple[float, Level, int] | None = None
+        for least_s, count, at in sorted((self._least_s(n, FULL), n, at) for n, at in tried):
+            if best and least_s >= best[0]:
+                break  # no other can be faster
+            parts = (at._replace(link=1.0), at._replace(speed=1.0))
+            if best and any(self._least_s(count, part) >= best[0] for part in parts):
+                continue
+            found = self._exactly(count, at)
+            if found and (not best or found[1] < best[0]):
+                best = found[1], at, found[0]
+        return best and Kept(frozenset(able[best[1]][: self.num_nodes(best[2])]), best[2])
+
+    def _least_s(self, count: int, at: Level) -> float:
+        """The seconds of a step, which it also takes where something else is slow as well."""
+        found = self._exactly(count, at)
+        return found[1] if found else math.inf
 
     @cached_property
     def state_bytes(self) -> float:
         """Parameters, optimizer state and gradients of the whole model."""
         return float(BYTES_PER_PARAM * sum(
             math.prod(info.shape) for info in self.traced.graph.params.values()))
+
+
+def replay(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints,
+           history: History, moving: Moving | None = None) -> Replay:
+    """Every policy on this history, on the first nodes of a cluster."""
+    start = time.perf_counter()
+    count, per_node = len(cluster.nodes), history.devices_per_node
+    if count < history.num_nodes or len(cluster.nodes[0]) != per_node:
+        raise PlanError(
+            f"the history is of {history.num_nodes} nodes of {per_node} devices, the cluster has "
+            f"{count} of {len(cluster.nodes[0])}", where="cluster", fix="give as many and as large")
+    planner = Planner(traced, num_rows, replace(cluster, nodes=cluster.nodes[: history.num_nodes]),
+                      limits)
+    made, num_plans = course(planner, history, moving or Moving())
+    return Replay(tuple(replayed(made)), history.num_nodes * per_node, len(made.best), num_plans,
+                  time.perf_counter() - start, history.source)
 
 
 def course(planner: Planner, history: History, moving: Moving) -> tuple[Course, int]:
@@ -190,10 +226,11 @@ def _prices(planner: Planner, kept: list[Kept], moving: Moving) -> tuple[Array, 
     rate = planner.cluster.across.bytes_per_s * moving.link_share
     fixed_s = np.array([[moving.regroup_s if a.nodes == b.nodes else moving.restart_s
                          for b in kept] for a in kept])
-    fetched = [planner.state_bytes / math.prod(b.plan.degrees[:2]) for b in kept]
-    has_all = np.array([[a.plan.degrees[:2] == b.plan.degrees[:2] and b.nodes <= a.nodes
-                         for b in kept] for a in kept])
+    split = [planner.plans[own.plan].degrees[:2] for own in kept]  # tensor, pipeline
+    fetched = [planner.state_bytes / math.prod(own) for own in split]
+    has_all = np.array([[split[i] == split[j] and b.nodes <= a.nodes for j, b in enumerate(kept)]
+                        for i, a in enumerate(kept)])
     return fixed_s, np.where(has_all, 0.0, np.array(fetched) / rate)
 
 
-__all__ = ["Moving", "Planner", "Replay", "course", "replayed"]
+__all__ = ["Moving", "Replay", "replay"]

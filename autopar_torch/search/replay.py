@@ -7,7 +7,7 @@ What was trained since the last checkpoint is lost with a node of the plan in us
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,9 +70,8 @@ class _Run:
         course, k = self.course, 0
         while k < len(course.best):
             k = self._segment(k)
-        samples = self.steps * course.num_rows
-        return Outcome(name, samples, samples / free if free else 0.0, self.moves, self.downtime_s,
-                       self.lost_s)
+        return _told(name, self.steps * course.num_rows, free, self.moves, self.downtime_s,
+                     self.lost_s)
 
     def _segment(self, k: int) -> int:
         """Up to the end of a segment, or a move; the segment that follows."""
@@ -193,8 +192,13 @@ def oracle(course: Course, free: float) -> Outcome:
         else:
             downtime_s += (starts[k] - starts[less]) * (course.steps_per_s[plan, less] == 0)
         k, plan = less, old
-    samples = float(value[-1].max()) * course.num_rows
-    return Outcome("oracle", samples, samples / free if free else 0.0, moves, downtime_s, 0.0)
+    return _told("oracle", value[-1].max() * course.num_rows, free, moves, downtime_s, 0.0)
+
+
+def _told(policy: str, samples: float, free: float, moves: int, downtime_s: float,
+          lost_s: float) -> Outcome:
+    share = float(samples) / free if free else 0.0
+    return Outcome(policy, float(samples), share, moves, float(downtime_s), float(lost_s))
 
 
 def _better(value: Array, before: NDArray[np.int64], rows: NDArray[np.int64],
@@ -203,3 +207,12 @@ def _better(value: Array, before: NDArray[np.int64], rows: NDArray[np.int64],
     more = found > value[rows, plans]
     value[rows[more], plans[more]] = found[more]
     before[rows[more], plans[more]] = np.stack([np.full(more.sum(), k), old[more]], axis=1)
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Policies side by side."""
+    rows = [f"{'policy':10} {'of free moves':>13} {'of oracle':>9} {'moves':>6} {'downtime':>10} "
+            f"{'lost work':>10}"]
+    most = outcomes[-1].samples or 1.0
+    return rows + [f"{o.policy:10} {o.share:13.1%} {o.samples / most:9.1%} {o.moves:6} "
+                   f"{o.downtime_s:8.0f} s {o.lost_s:8.0f} s" for o in outcomes]

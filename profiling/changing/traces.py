@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar_torch.errors import FileError
-from autopar_torch.history import Event, History
+from autopar_torch.history import History, Incident
 
 DAY_S, MINUTE_S = 86400.0, 60.0
 What = Literal["lost", "back"]
@@ -76,8 +76,8 @@ def _counts(rows: list[tuple[float, int]], source: str) -> History:
     most = max(count for _, count in rows)
     events, there = [], most
     for at_s, count in rows:
-        events += [Event(at_s, n, "lost") for n in range(count, there)]
-        events += [Event(at_s, n, "back") for n in range(there, count)]
+        events += [Incident(at_s, n, "lost") for n in range(count, there)]
+        events += [Incident(at_s, n, "back") for n in range(there, count)]
         there = count
     return History(most, rows[-1][0] + MINUTE_S, tuple(events), source=source)
 
@@ -98,8 +98,8 @@ def _named(rows: Iterable[tuple[float, str, str]], source: str) -> History:
             free.add(number)
             changes.append((at_s, number, "lost"))
     late = [n for n in range(most) if next(at for at, m, _ in changes if m == n) > 0]
-    events = [Event(0.0, n, "lost") for n in late]  # not there yet
-    events += [Event(at, n, what) for at, n, what in changes if at > 0 or what == "lost"]
+    events = [Incident(0.0, n, "lost") for n in late]  # not there yet
+    events += [Incident(at, n, what) for at, n, what in changes if at > 0 or what == "lost"]
     return History(most, last + MINUTE_S, tuple(events), source=source)
 
 
@@ -109,7 +109,7 @@ def _faults(rows: list[dict[str, Any]], source: str) -> History:
     number = {name: n for n, (name, _) in enumerate(sorted(
         often.items(), key=lambda own: (-own[1], own[0]))[:MOST_SERVERS])}
     lasting: Counter[tuple[int, str, float]] = Counter()
-    events: list[Event] = []
+    events: list[Incident] = []
     for row in sorted((r for r in rows if r["node_id"] in number), key=lambda r: r["event_time"]):
         name, n = row["fault_type"]["Desc"], number[row["node_id"]]
         what = "link" if name in LINKS else "speed" if name in SPEEDS else "lost"
@@ -119,8 +119,8 @@ def _faults(rows: list[dict[str, Any]], source: str) -> History:
     return History(len(number), events[-1].at_s + DAY_S, tuple(events), SERVER, source)
 
 
-def _changed(events: list[Event], lasting: Counter[tuple[int, str, float]], node: int, what: str,
-             at_s: float) -> list[Event]:
+def _changed(events: list[Incident], lasting: Counter[tuple[int, str, float]], node: int, what: str,
+             at_s: float) -> list[Incident]:
     """What a fault that begins or ends changes for its node."""
     worst = min((f for (n, w, f), count in lasting.items()
                  if n == node and w == what and count > 0), default=1.0)
@@ -128,9 +128,9 @@ def _changed(events: list[Event], lasting: Counter[tuple[int, str, float]], node
            ((what,) if what != "lost" else ("lost", "back"))]
     if what != "lost":
         return [] if (own[-1].factor if own else 1.0) == worst else [
-            Event(at_s, node, what, worst)]  # type: ignore[arg-type]
+            Incident(at_s, node, what, worst)]  # type: ignore[arg-type]
     is_lost = bool(own) and own[-1].what == "lost"
-    return [] if is_lost == (worst < 1) else [Event(at_s, node, "back" if is_lost else "lost")]
+    return [] if is_lost == (worst < 1) else [Incident(at_s, node, "back" if is_lost else "lost")]
 
 
 # --- composed -------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def day(levels: list[float], source: str, num_nodes: int = MOST_SERVERS,
     """A composed day: groups of eight nodes share a link. Its level, beside the median pair of
     regions, changes some times a day, and jumps by 10 to 30 % within minutes. A device is slow for
     ten minutes, about as often as faults are; nodes are lost for minutes to hours."""
-    draw, events = random.Random(seed), list[Event]()
+    draw, events = random.Random(seed), list[Incident]()
     median = levels[len(levels) // 2]
     for group in range(0, num_nodes, 8):
         own = range(group, min(group + 8, num_nodes))
@@ -155,15 +155,15 @@ def day(levels: list[float], source: str, num_nodes: int = MOST_SERVERS,
             if draw.random() < 0.1:
                 level = min(1.0, max(0.1, draw.choice(levels) / median))
             jump = round(level * draw.choice([1.0, draw.uniform(0.7, 0.9)]), 3)
-            events += [Event(at_s, n, "link", jump) for n in own]
+            events += [Incident(at_s, n, "link", jump) for n in own]
     for _ in range(48):
         at_s, node = draw.uniform(0, DAY_S), draw.randrange(num_nodes)
-        events += [Event(at_s, node, "speed", round(draw.uniform(0.6, 0.95), 2)),
-                   Event(min(DAY_S, at_s + draw.expovariate(1 / 600)), node, "speed")]
+        events += [Incident(at_s, node, "speed", round(draw.uniform(0.6, 0.95), 2)),
+                   Incident(min(DAY_S, at_s + draw.expovariate(1 / 600)), node, "speed")]
     for node in draw.sample(range(num_nodes), num_nodes // 8):
         at_s = draw.uniform(0, DAY_S)
-        events += [Event(at_s, node, "lost"),
-                   Event(min(DAY_S, at_s + draw.lognormvariate(7.5, 1.2)), node, "back")]
+        events += [Incident(at_s, node, "lost"),
+                   Incident(min(DAY_S, at_s + draw.lognormvariate(7.5, 1.2)), node, "back")]
     return History(num_nodes, DAY_S, tuple(sorted(events, key=lambda e: e.at_s)), SERVER,
                    f"composed, levels from {source}")
 
@@ -171,6 +171,6 @@ def day(levels: list[float], source: str, num_nodes: int = MOST_SERVERS,
 def noise(num_nodes: int = MOST_SERVERS, seed: int = SEED) -> History:
     """An hour in which nothing happens but that links and devices vary by up to 5 %."""
     draw = random.Random(seed)
-    events = [Event(minute * MINUTE_S, draw.randrange(num_nodes), draw.choice(["link", "speed"]),
+    events = [Incident(minute * MINUTE_S, draw.randrange(num_nodes), draw.choice(["link", "speed"]),
                     round(draw.uniform(0.95, 1.0), 3)) for minute in range(60)]
     return History(num_nodes, 3600.0, tuple(events), SERVER, "composed: noise of 5 %")
