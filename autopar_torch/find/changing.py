@@ -34,7 +34,7 @@ from . import offline
 
 LEVEL = 0.1  # what factors are rounded to: downwards, but for what noise takes off
 NOISE = 0.05
-FEWER = (1, 2, 4, 8, 16, 32)  # plans are looked at for the most nodes that these divide
+FEWER = (1, 2, 8, 32)  # plans are looked at for the most nodes that these divide
 BYTES_PER_PARAM = 16  # Adam in mixed precision: master, two moments, leaf and gradient
 
 

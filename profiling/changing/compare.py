@@ -2,14 +2,14 @@
 
     python profiling changing --case traces --traces FOLDER     published traces (see traces.py)
     python profiling changing --case day --traces FOLDER        a composed day on 1,024 devices
-    python profiling changing --case noise                      nothing but 5 % up and down
+    python profiling changing --case noise                      nothing but minutes of 10 to 30 %
     python profiling changing --case replan                     how long another plan takes
 
 A GPT of 6.6 billion parameters, 1,024 rows of 2,048 tokens a step, on A100s by datasheet. Samples
 are told beside those of always being in the best plan if moves were free, and beside the oracle's,
 which pays for its moves, but knows all that will happen. Exits 0 if every replay took less than a
-minute (a new plan less than a second), no policy had more samples than the oracle, and noise moved
-nothing.
+minute (a new plan less than a second), no policy had more samples than the oracle, and in noise
+regret moved no more often than the oracle.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def replayed(history: History, case: str) -> bool:
           f"{found.num_segments} states, {found.num_plans} plans, {took_s:.1f} s")
     print("\n".join(f"  {row}" for row in table(found.outcomes)), flush=True)
     *policies, best = found.outcomes
-    still = case != "noise" or not found.outcomes[3].moves
+    still = case != "noise" or found.outcomes[3].moves <= found.outcomes[-1].moves
     return took_s < MOST_S and still and all(
         own.samples <= best.samples * (1 + 1e-9) for own in policies)
 

@@ -26,6 +26,7 @@ from autopar_torch.history import History, Incident
 
 DAY_S, MINUTE_S = 86400.0, 60.0
 What = Literal["lost", "back"]
+SLOW: list[Literal["link", "speed"]] = ["link", "speed"]
 MOST_SERVERS = 128  # of eight devices: 1,024
 SERVER = 8  # devices
 # What a fault does to a server; any other takes it out. The parts of the speed are assumed.
@@ -169,8 +170,10 @@ def day(levels: list[float], source: str, num_nodes: int = MOST_SERVERS,
 
 
 def noise(num_nodes: int = MOST_SERVERS, seed: int = SEED) -> History:
-    """An hour in which nothing happens but that links and devices vary by up to 5 %."""
-    draw = random.Random(seed)
-    events = [Incident(minute * MINUTE_S, draw.randrange(num_nodes), draw.choice(["link", "speed"]),
-                    round(draw.uniform(0.95, 1.0), 3)) for minute in range(60)]
-    return History(num_nodes, 3600.0, tuple(events), SERVER, "composed: noise of 5 %")
+    """Two hours in which, every other minute, some node is slower for a minute, by 10 to 30 %."""
+    draw, events = random.Random(seed), list[Incident]()
+    for k in range(60):
+        node, what = draw.randrange(num_nodes), draw.choice(SLOW)
+        events += [Incident(2 * k * MINUTE_S, node, what, round(draw.uniform(0.7, 0.9), 3)),
+                   Incident((2 * k + 1) * MINUTE_S, node, what)]
+    return History(num_nodes, 7200.0, tuple(events), SERVER, "composed: minutes of 10 to 30 %")
