@@ -194,7 +194,8 @@ def simulate(
         traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size,
                                    batch_dim)
         limits = _possible(limits, traced, tell=True)
-        return changing.replay(traced, num_rows, place, limits, history, moving)
+        price = files.checked(moving or changing.Moving(), changing.Moving, "moving")
+        return changing.replay(traced, num_rows, place, limits, history, price)
     if moving or precision or constraints:
         raise PlanError("a plan says all of that itself", where="moving, precision, constraints",
                         fix="give them with changes only")

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import autopar_torch as ap
-from autopar_torch import files
+from autopar_torch import api, files
 from autopar_torch.cli import main
 from autopar_torch.errors import AutoparError, FileError, PlanError
 from autopar_torch.history import GONE, History, Incident
 from autopar_torch.search.replay import Course, replayed
+from autopar_torch.search.unequal import fastest
+from autopar_torch.simulate.network import lookup
 from nets import refused
 from zoo import NanoGPT, batch
 
@@ -132,3 +134,11 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         small()
     assert "equal nodes" in refused(lambda: ap.simulate(
         None, *tiny(), "2x2xA100-80 + 2x2xH100", changes=LOSS))
+
+
+def test_a_search_that_is_cut_short_finds_a_plan_and_tells_a_gap() -> None:
+    case = api.case(*tiny(), "2x4xA100-80 + 1x4xH100", global_batch_size=24)
+    short, whole = (fastest(case.graph, case.options, lookup(case.profile), 24, case.limits,
+                            time_limit_s=limit) for limit in (1e-9, 0.0))
+    assert short.step_s >= whole.step_s and short.gap >= whole.gap
+    assert short.considered < whole.considered

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ..cluster import Cluster
 from ..errors import PlanError, SearchError
 from ..history import History
-from ..limits import Amount, Count, Name, Seconds
+from ..limits import Amount, Count, Fraction, Name, Seconds
 from ..plan import Plan
 from ..search.best import search
 from ..search.reasons import Case
@@ -44,7 +44,7 @@ class Moving(Struct, frozen=True, forbid_unknown_fields=True):
     restart_s: Seconds = 35.0  # where nodes come or go: Parcae measured 28.8 to 42.9 s
     regroup_s: Seconds = 6.6  # else: a rendezvous, as Parcae measured it
     checkpoint_s: Seconds = 600.0  # between two of them: assumed; writing them is taken as free
-    link_share: float = 0.5  # of a link's rate that state travels at: assumed
+    link_share: Fraction = 0.5  # of a link's rate that state travels at: assumed
 
 
 class Replay(Struct, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ def gpt() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def histories(case: str, folder: Path | None) -> Iterator[History]:
-    found = sorted(folder.iterdir()) if folder else []
+    found = [p for p in sorted(folder.iterdir()) if p.suffix != ".md"] if folder else []
     if case == "noise":
         yield traces.noise()
     elif case == "day":
