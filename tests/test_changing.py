@@ -128,6 +128,13 @@ def test_a_run_is_replayed_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["simulate", "plan.json", *command[1:]]) == 4
 
 
+def test_a_run_begins_when_the_first_nodes_are_there() -> None:
+    late = History(2, 100, (*(Incident(0, n, "lost") for n in (0, 1)), Incident(60, 0, "back")))
+    found = ap.simulate(None, *tiny(), "2x1xA100-80", changes=late, global_batch_size=8)
+    assert [own.share for own in found.outcomes] == pytest.approx([1.0] * 5)
+    assert found.num_segments == 1
+
+
 def test_what_cannot_be_replayed_is_refused() -> None:
     small = lambda: ap.simulate(None, *tiny(), "2x2xA100-80", changes=LOSS)  # noqa: E731
     with pytest.raises(PlanError, match="history is of 4 nodes"):

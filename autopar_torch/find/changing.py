@@ -200,15 +200,16 @@ def course(planner: Planner, history: History, moving: Moving) -> tuple[Course, 
     states = [own for k, own in enumerate(states) if not k or own[1] != states[k - 1][1]]
     distinct = {state: planner.for_state(state) for _, state in states}
     kept = list(dict.fromkeys(own for own in distinct.values() if own))
-    if distinct[states[0][1]] is None or not kept:
-        raise SearchError("no plan fits at the start", where="changes", fix="add nodes or memory")
+    if not kept:
+        raise SearchError("no plan fits at any time", where="changes", fix="add nodes or memory")
+    states = list(itertools.dropwhile(lambda own: distinct[own[1]] is None, states))
     number = {own: p for p, own in enumerate(kept)}
     factors = np.array([own for _, own in states])  # segment, node, link or speed
     least = np.stack([factors[:, sorted(own.nodes)].min(axis=1) for own in kept])  # by plan
     steps = np.array([[1 / planner.step_s(own.plan, Level(*map(float, at))) if at.all() else 0.0
                        for at in column] for own, column in zip(kept, least, strict=True)])
     best = [number[own] if (own := distinct[state]) else 0 for _, state in states]
-    starts = np.array([*(at_s for at_s, _ in states), history.end_s])
+    starts = np.array([*(at_s for at_s, _ in states), history.end_s]) - states[0][0]
     fixed_s, transfer_s = _prices(planner, kept, moving)
 
     def price_s(k: int) -> Array:

@@ -64,8 +64,12 @@ def histories(case: str, folder: Path | None) -> Iterator[History]:
 def replayed(history: History, case: str) -> bool:
     cluster = f"{history.num_nodes}x{history.devices_per_node}xA100-80"
     start = time.perf_counter()
-    found = ap.simulate(None, *gpt(), cluster, changes=history, global_batch_size=ROWS,
-                        precision="bfloat16")
+    try:
+        found = ap.simulate(None, *gpt(), cluster, changes=history, global_batch_size=ROWS,
+                            precision="bfloat16")
+    except AutoparError as error:
+        print(f"{history.source}: {error}")
+        return False
     took_s = time.perf_counter() - start
     print(f"{history.source}: {found.num_devices} devices, {history.end_s / 3600:.1f} h, "
           f"{found.num_segments} states, {found.num_plans} plans, {took_s:.1f} s")

@@ -89,7 +89,7 @@ def _named(rows: Iterable[tuple[float, str, str]], source: str) -> History:
     place, free, most, last = dict[str, int](), set[int](), 0, 0.0
     for at_s, what, node in rows:
         last = at_s
-        if what == "add":
+        if what == "add" and node not in place:
             number = min(free, default=most)
             most, free = max(most, number + 1), free - {number}
             place[node] = number
