@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 from . import files
+from .cluster import Cluster
 from .errors import PlanError, TraceError
-from .find import choose, measuring, offline, session
+from .find import changing, choose, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
+from .history import History
 from .limits import Count, Index, Seconds
 from .plan import Plan, Precision, check, load_plan
 from .profile import QUICK_S
@@ -37,6 +39,7 @@ log = logging.getLogger("autopar_torch")
 FIELDS = Constraints.__struct_fields__
 Batch = Mapping[str, Any] | Sequence[Any]
 Given = Constraints | Mapping[str, Any] | None
+Changes = History | str | os.PathLike[str]
 GivenPlan = Plan | str | os.PathLike[str] | None
 
 
@@ -148,17 +151,54 @@ def case(model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
     return Case(traced.graph, known.options, known.profile, num_rows, limits)
 
 
+@overload
+def simulate(plan: GivenPlan, model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
+             changes: None = None, global_batch_size: int | None = None,
+             loss_fn: LossFn | None = None, batch_dim: int = 0) -> Timeline: ...
+@overload
+def simulate(plan: None, model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
+             changes: Changes, moving: changing.Moving | None = None,
+             global_batch_size: int | None = None, precision: Precision | None = None,
+             constraints: Given = None, loss_fn: LossFn | None = None,
+             batch_dim: int = 0) -> changing.Replay: ...
 def simulate(
     plan: GivenPlan,
     model: nn.Module,
     example_inputs: Batch,
     cluster: offline.Where,
     *,
+    changes: Changes | None = None,
+    moving: changing.Moving | None = None,
     global_batch_size: int | None = None,
+    precision: Precision | None = None,
+    constraints: Given = None,
     loss_fn: LossFn | None = None,
     batch_dim: int = 0,
-) -> Timeline:
-    """One step under a plan, on machines that need not be here (as in `plan`)."""
+) -> Timeline | changing.Replay:
+    """One step under a plan, on machines that need not be here (as in `plan`).
+
+    With `changes` (a History, or the file of one) and without a plan: a whole run on nodes that
+    become slow, are lost, and return, under every policy of moving to another plan; `moving` says
+    what a move costs.
+    """
+    if changes is not None:
+        if plan is not None:
+            raise PlanError("with changes, a run begins with the fastest plan", where="plan",
+                            fix="leave out the plan, or the changes")
+        limits, place = _limits(constraints, precision), offline.place_of(cluster)
+        if not isinstance(place, Cluster):
+            raise PlanError("changes are replayed by datasheets, and this was measured",
+                            where="cluster", fix="describe the machines, or name them")
+        history = files.checked(changes, History, "changes") if isinstance(
+            changes, History) else files.load(changes, History)
+        traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size,
+                                   batch_dim)
+        limits = _possible(limits, traced, tell=True)
+        price = files.checked(moving or changing.Moving(), changing.Moving, "moving")
+        return changing.replay(traced, num_rows, place, limits, history, price)
+    if moving or precision or constraints:
+        raise PlanError("a plan says all of that itself", where="moving, precision, constraints",
+                        fix="give them with changes only")
     given = _given(plan)
     traced, num_rows = _traced(model, example_inputs, loss_fn,
                                Constraints(precision=given.precision), global_batch_size,

@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = _verb(verbs, "explain", _explain, "say why a plan is the fastest", "--cluster")
     explain.add_argument("--plan", help="a plan to lay beside the best")
     simulated = _verb(verbs, "simulate", _simulate, "predict a step of a plan", "--cluster", True)
-    simulated.add_argument("--out", help="file for the timeline")
+    simulated.add_argument("--out", help="file for the timeline, or for what was replayed")
+    simulated.add_argument("--trace", help="file of what happens to nodes and links: no plan is "
+                           "given, and policies of moving to another are laid side by side")
     measured = _verb(verbs, "measure", _measure, "measure what planning needs, under torchrun")
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
@@ -91,7 +93,7 @@ def _verb(verbs: Any, name: str, command: Callable[[argparse.Namespace], int], a
     """A command about a model."""
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about)
     if takes_plan:
-        verb.add_argument("plan", help="file of a plan")
+        verb.add_argument("plan", nargs="?", help="file of a plan")
     verb.add_argument("model", help=MODEL)
     if cluster:
         verb.add_argument(cluster, required=True, help="16x8xH100, 2x8xH100@ib400 + 4x8xA100-80, or"
@@ -142,6 +144,10 @@ def _explain(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from . import api
 
+    if options.trace:
+        return _replay(options)
+    if not options.plan:
+        raise PlanError("no plan is given", where="plan", fix="write PLAN MODEL, or add --trace")
     if options.pin or options.memory or options.precision:
         raise PlanError("a plan says all of that itself", where="--pin, --memory, --precision",
                         fix="leave them out, or edit the plan")
@@ -153,6 +159,22 @@ def _simulate(options: argparse.Namespace) -> int:
     shown = {"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
              "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes}
     return _show(shown) if options.json else _lines([f"{k:12} {v:.6g}" for k, v in shown.items()])
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from . import api
+    from .search.replay import table
+
+    if options.plan:
+        raise PlanError("a run with a trace begins with the fastest plan", where="plan",
+                        fix="leave out the plan, or --trace")
+    found = api.simulate(None, *_model(options), _place(options), changes=options.trace,
+                         **_asked(options))
+    _save(found, options)
+    if options.json:
+        return _show(json.loads(files.encode(found)))
+    return _lines([*table(found.outcomes), f"{found.num_devices} devices, {found.num_segments} "
+                   f"states one after the other, {found.num_plans} plans: {found.seconds:.1f} s"])
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "unequal": ("clock.unequal", "twenty minutes a case, --quick five"),
     "usual": ("clock.usual", "half an hour, --quick a minute"),
     "native": ("clock.native", "ten minutes, --quick two"),
+    "changing": ("changing.compare", "--case traces or day a minute, noise or replan seconds"),
     "checkpoints": ("clock.checkpoints", "half a minute"),
     "published": ("published.grade", "three seconds"),
     "pools": ("published.pools", "half a minute"),

@@ -13,7 +13,7 @@ from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import BlockCosts, BlockNeed, Overheads, Profile, few, merged
 from ..run import shardings
-from ..search.space import Constraints, candidates
+from ..search.space import Constraints, Option, candidates
 from ..shard.estimate import estimate
 from ..shard.price import Prices
 from ..simulate.to_measure import block_needs
@@ -103,13 +103,19 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
               for mesh in ways.meshes(cluster, MOST_TP, limits)}
     options = tuple(ways.option(traced, mesh, _slowest_prices(cluster, mesh, own), limits.rings)
                     for mesh, own in groups.items())
+    return Known(options, priced(traced, num_rows, cluster, limits, options))
+
+
+def priced(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints,
+           options: Sequence[Option]) -> Profile:
+    """What the datasheets of a cluster say about ways to split the model."""
+    groups = {option.mesh: ways.neighbours(cluster, option.mesh) for option in options}
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
     rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
     prices = {mesh: _prices(cluster, mesh, own) for mesh, own in groups.items()}
     costs = ways.estimated(traced, options, rows, prices) if rows else []
-    profile = Profile(cluster, tuple(costs), assumed=True,
-                      overheads=tuple(overheads(d, limits.precision) for d in cluster.classes))
-    return Known(options, profile)
+    return Profile(cluster, tuple(costs), assumed=True,
+                   overheads=tuple(overheads(d, limits.precision) for d in cluster.classes))
 
 
 def slowest(cluster: Cluster) -> Device:

@@ -33,7 +33,7 @@ from .tensorfile import DTYPES, dtype_name
 GRAD = "grad"
 
 
-class Kept(Struct, frozen=True):
+class Beside(Struct, frozen=True):
     """What is kept beside a parameter under one name, as a holder says."""
 
     dtype: str = ""  # of a tensor
@@ -58,7 +58,7 @@ class Moved(Struct, frozen=True):
     seconds: float
 
 
-Everything = dict[KeptAt, tuple[Kept, Any]]  # with this rank's part or value, None without one
+Everything = dict[KeptAt, tuple[Beside, Any]]  # with this rank's part or value, None without one
 
 
 def move(before: ParamStore, after: ParamStore, own_optimizers: Sequence[Optimizer],
@@ -109,15 +109,15 @@ def _own(store: ParamStore, own_optimizers: Sequence[Optimizer]) -> Iterator[tup
                 yield from ((KeptAt(i, name, key), value) for key, value in state.items())
 
 
-def _described(store: ParamStore, place: KeptAt, value: Any) -> Kept:
+def _described(store: ParamStore, place: KeptAt, value: Any) -> Beside:
     where = f"the optimizer's state of {place.param}: {place.key}"
     if not isinstance(value, Tensor):
-        return Kept(value=values.plain(value, where))
+        return Beside(value=values.plain(value, where))
     shape = tuple(value.spread.shape if isinstance(value, Sharded) else value.shape)
     cut = place.optimizer < 0 or (  # a gradient is a plain part until it is asked for
         place.key not in NUMBERS and shape == store.graph.params[place.param].shape)
     number = None if value.dim() or cut else values.plain(value, where)
-    return Kept(dtype_name(value, where), cut, number, value.device.type == "cpu")
+    return Beside(dtype_name(value, where), cut, number, value.device.type == "cpu")
 
 
 def _everything(store: ParamStore, own_optimizers: Sequence[Optimizer]) -> Everything:
@@ -125,7 +125,7 @@ def _everything(store: ParamStore, own_optimizers: Sequence[Optimizer]) -> Every
     own = dict(_own(store, own_optimizers))
     said = store.world.everyones([(*place, _described(store, place, value))
                                   for place, value in own.items()],
-                                 list[tuple[int, str, str, Kept]])
+                                 list[tuple[int, str, str, Beside]])
     first = {KeptAt(i, name, key): kept for one in reversed(said) for i, name, key, kept in one}
     return {place: (first[place], _plain_part(store, place, own.get(place)))
             for place in sorted(first)}
@@ -270,7 +270,7 @@ def _hand_back(store: ParamStore, own_optimizers: Sequence[Optimizer], found: Ev
         optimizers.learn(optimizer)
 
 
-def _again(kept: Kept, value: Any, param: Tensor) -> Any:
+def _again(kept: Beside, value: Any, param: Tensor) -> Any:
     """A value that this rank had, or now has as others said."""
     if value is not None or not kept.dtype:
         return value if value is not None else values.parsed(kept.value)

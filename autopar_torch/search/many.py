@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -26,8 +28,12 @@ STAGES = (1, 2, 4, 8)  # of a pipeline, and micro-batches, where rows are shared
 class Proposals:
     """What may be fast on many devices."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
+    def __init__(self, judge: Judge, deadline: float = math.inf) -> None:
+        self.judge, self.deadline = judge, deadline
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
 
     def run(self, groups: Sequence[Group]) -> None:
         """Whole pipelines of each grouping in order, until no bound is below the best plan."""
@@ -41,7 +47,7 @@ class Proposals:
         heapq.heapify(queue)
         judge.seen["considered"] += len(queue)
         tried, refined = 0, 0
-        while queue and tried < MOST_PRICED and queue[0][0] < judge.first_s():
+        while queue and tried < MOST_PRICED and queue[0][0] < judge.first_s() and not self.late:
             _, number, own, shared, rough = heapq.heappop(queue)
             if shared is not None:
                 tried += 1
@@ -56,7 +62,7 @@ class Proposals:
                          for leaf in self._by_rows(groups)), key=lambda entry: entry[:2])
         judge.seen["considered"] += len(leaves)
         for walked_s, _, leaf in leaves[:MOST_PRICED]:
-            if walked_s < judge.first_s():
+            if walked_s < judge.first_s() and not self.late:
                 judge.offer(judge.plan(leaf))
         judge.left_out(judge.ideal_s(groups))
 
@@ -72,14 +78,14 @@ class Proposals:
         counts, found = Counter(self.judge.cluster.class_of), []
         by_class = [[group for group in groups if group.device == k] for k in counts]
         for stages, chosen in itertools.product(STAGES, itertools.product(*by_class)):
-            if len(chosen) > 2 and len({group.degree for group in chosen}) > 1:
+            if self.late or (len(chosen) > 2 and len({group.degree for group in chosen}) > 1):
                 continue  # of more than two classes, too many to try
             shape = tuple((group,) * stages for group in chosen
                           for _ in range(counts[group.device] // (group.degree * stages)))
             if shape and stages <= len(self.judge.graph.blocks):
                 found += [family for family in self.judge.families(shape)
                           if family.num_micro_batches in STAGES]
-        shared = ((family, self.judge.even_out(family)) for family in found)
+        shared = ((family, self.judge.even_out(family)) for family in found if not self.late)
         bounded = [(max(self.judge.own_s(family, r, own) for r, own in enumerate(given)), k, family,
                     given) for k, (family, given) in enumerate(shared) if given]
         for _, _, family, given in heapq.nsmallest(MOST_PRICED, bounded):

@@ -7,6 +7,7 @@ with the price that the engine gives. It ends when no bound is below the best pl
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -25,10 +26,11 @@ FEW = 4  # devices: all their shapes are looked at
 
 
 def fastest(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
-            limits: Constraints, kept: int = KEPT) -> Result:
-    """The fastest plans: of equal replicas where all devices are equal, else of any."""
+            limits: Constraints, kept: int = KEPT, time_limit_s: float = 0.0) -> Result:
+    """The fastest plans: of equal replicas where all devices are equal, else of any. With a time
+    limit, of those that were looked at by then; the gap says what that may have cost."""
     find = search_unequal if gives_unequal(profile.profile) else search
-    return find(graph, options, profile, num_rows, limits, kept=kept)
+    return find(graph, options, profile, num_rows, limits, kept=kept, time_limit_s=time_limit_s)
 
 
 def gives_unequal(profile: Profile) -> bool:
@@ -39,15 +41,18 @@ def gives_unequal(profile: Profile) -> bool:
 
 
 def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
-                   limits: Constraints | None = None, kept: int = KEPT) -> Result:
-    """The fastest plan on devices of several classes."""
+                   limits: Constraints | None = None, kept: int = KEPT,
+                   time_limit_s: float = 0.0) -> Result:
+    """The fastest plan on devices of several classes. Of a few devices all shapes are looked at,
+    whatever the limit of time."""
     start, limits, cluster = time.perf_counter(), limits or Constraints(), profile.profile.cluster
     many = cluster.num_devices > FEW
     judge = Judge(graph, options, profile, num_rows, limits, kept, many)
+    deadline = start + time_limit_s if time_limit_s else math.inf
     with uncollected():
         judge.even()
         groups = groups_of(cluster, options, limits, judge.measured)
-        (Proposals(judge) if many else Enumeration(judge)).run(groups)
+        (Proposals(judge, deadline) if many else Enumeration(judge)).run(groups)
     if not judge.best:
         raise judge.nothing or SearchError(
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
