@@ -32,6 +32,7 @@ from .executor import neighbours
 from .handover import LossScale
 from .move import Moved
 from .nonfinite import NonFinite
+from .pace import Pace
 from .params import ParamStore, Reducer
 from .program import Program
 from .randomness import OwnNumbers, share_python_numbers
@@ -72,7 +73,9 @@ class ParallelModel(nn.Module):
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
-        self.recorder: Recorder | Silent = SILENT
+        every = self.guards.slow_every
+        self.pace = Pace(world, every) if Pace.watches(world, every) else None
+        self.recorder: Recorder | Pace | Silent = self.pace or SILENT
         self.found: Result | None = None  # the search behind the plan, if there was one
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self._writing: Writing | None = None
@@ -240,6 +243,8 @@ class ParallelModel(nn.Module):
         """One more step of training; the parameters are as the last one left them."""
         self.num_steps += 1
         self.drift.check(self.num_steps, self._copies)
+        if self.pace is not None:
+            self.pace.step(self.num_steps)
 
     def _copies(self) -> Iterator[Copy]:
         if self.fallback_reason:
@@ -258,13 +263,13 @@ class ParallelModel(nn.Module):
         """
         runs = []
         for _ in range(max(1, steps)):
-            self.recorder = Recorder(self.world.rank)
+            self.recorder = recorder = Recorder(self.world.rank)
             ends = ends_of(self(*args, **kwargs))
             params = [p for p in self.parameters() if p.requires_grad]
             torch.autograd.grad(ends, params, [torch.ones_like(end) for end in ends],
                                 allow_unused=True)
-            runs.append(joined(self.world.gather(self.recorder.result())))
-        self.recorder = SILENT
+            runs.append(joined(self.world.gather(recorder.result())))
+        self.recorder = self.pace or SILENT
         return min(runs, key=lambda timeline: timeline.step_s)
 
     def local_slice(self, num_rows: int) -> slice:
@@ -397,6 +402,8 @@ class ParallelModel(nn.Module):
             self._begin(given)
             self.numbers.load(numbers)
             self.drift.shared = None
+            self.pace = self.pace and Pace(self.world, self.guards.slow_every)
+            self.recorder = self.pace or SILENT
         if self.world.rank == 0:
             log.info("moved in %.2f s to: %s", moved.seconds, given.describe(self.world.size))
         return moved

@@ -25,9 +25,10 @@ from .batches import Settle
 from .executor import Executor, Mail
 from .handover import LossScale, Upstream, hand_over, promise
 from .nonfinite import NonFinite
+from .pace import Pace
 from .params import ParamStore, Reducer
 from .program import Program
-from .record import Recorder, Silent
+from .record import SILENT, Recorder, Silent
 from .sharded import local
 from .stage import Values
 from .world import World
@@ -49,7 +50,7 @@ class Planned(Protocol):
     training: bool
     anchor: Tensor
     reducer: Reducer
-    recorder: Recorder | Silent
+    recorder: Recorder | Pace | Silent
     non_finite: NonFinite
     loss_scale: LossScale
     num_steps: int
@@ -108,6 +109,7 @@ class RankStep:
 
     def evaluated(self) -> Values:
         """Forwards only; nothing is kept."""
+        self.recorder = SILENT
         return self._outputs()
 
     def trained(self, scale: float) -> Values:
