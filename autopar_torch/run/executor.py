@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..plan import Replica
 from ..schedule import AHEAD, Action, Op, Schedule
-from .pace import Pace
+from .pace import Stopwatch
 from .params import Reducer
 from .record import Recorder, Silent
 from .stage import StageRunner, Values
@@ -103,7 +103,7 @@ class Executor:
     """One step of one rank's action list."""
 
     def __init__(self, stages: dict[int, StageRunner], replica: Replica, mail: Mail,
-                 reducer: Reducer | None, recorder: Recorder | Pace | Silent) -> None:
+                 reducer: Reducer | None, recorder: Recorder | Stopwatch | Silent) -> None:
         self.stages, self.replica, self.mail, self.reducer = stages, replica, mail, reducer
         self.recorder = recorder
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)

@@ -32,7 +32,7 @@ from .executor import neighbours
 from .handover import LossScale
 from .move import Moved
 from .nonfinite import NonFinite
-from .pace import Pace
+from .pace import Stopwatch
 from .params import ParamStore, Reducer
 from .program import Program
 from .randomness import OwnNumbers, share_python_numbers
@@ -74,8 +74,8 @@ class ParallelModel(nn.Module):
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
         every = self.guards.slow_every
-        self.pace = Pace(world, every) if Pace.watches(world, every) else None
-        self.recorder: Recorder | Pace | Silent = self.pace or SILENT
+        self.pace = Stopwatch(world, every) if Stopwatch.watches(world, every) else None
+        self.recorder: Recorder | Stopwatch | Silent = self.pace or SILENT
         self.found: Result | None = None  # the search behind the plan, if there was one
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self._writing: Writing | None = None
@@ -402,7 +402,7 @@ class ParallelModel(nn.Module):
             self._begin(given)
             self.numbers.load(numbers)
             self.drift.shared = None
-            self.pace = self.pace and Pace(self.world, self.guards.slow_every)
+            self.pace = self.pace and Stopwatch(self.world, self.guards.slow_every)
             self.recorder = self.pace or SILENT
         if self.world.rank == 0:
             log.info("moved in %.2f s to: %s", moved.seconds, given.describe(self.world.size))

@@ -104,7 +104,7 @@ def _noise(changes: Sequence[float]) -> float:
     return max(LEAST_NOISE, statistics.stdev(changes) * (1 + 1 / math.sqrt(len(changes))))
 
 
-class Pace:
+class Stopwatch:
     """A recorder that only adds up how long this rank computes."""
 
     def __init__(self, world: World, every: int) -> None:

@@ -25,7 +25,7 @@ from .batches import Settle
 from .executor import Executor, Mail
 from .handover import LossScale, Upstream, hand_over, promise
 from .nonfinite import NonFinite
-from .pace import Pace
+from .pace import Stopwatch
 from .params import ParamStore, Reducer
 from .program import Program
 from .record import SILENT, Recorder, Silent
@@ -50,7 +50,7 @@ class Planned(Protocol):
     training: bool
     anchor: Tensor
     reducer: Reducer
-    recorder: Recorder | Pace | Silent
+    recorder: Recorder | Stopwatch | Silent
     non_finite: NonFinite
     loss_scale: LossScale
     num_steps: int
