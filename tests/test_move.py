@@ -187,6 +187,12 @@ def test_a_move_needs_the_memory_that_it_says() -> None:
             assert predicted == pytest.approx(counted, rel=0.05), rank
 
 
+def _state_norms(opt: torch.optim.Optimizer) -> list[float]:
+    """Of what `state_dict()` has: whole tensors."""
+    return [float(value.double().norm()) for own in opt.state_dict()["state"].values()
+            for key, value in sorted(own.items())]
+
+
 def oddities() -> dict[str, Any]:
     """What ordinary scripts have besides: frozen parameters, hooks, averages, a scheduler, a loss
     made outside of the model."""
@@ -207,7 +213,7 @@ def oddities() -> dict[str, Any]:
         for step in range(4):
             if moves and step:
                 model.move(ap.Plan.uniform(**[{"pp": 2, "num_micro_batches": 2},
-                                              {"dp": 2, "zero": 1}, {}][step - 1]))
+                                              {"dp": 2, "zero": 1}, {"dp": 2}][step - 1]))
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             opt.step()
@@ -215,8 +221,9 @@ def oddities() -> dict[str, Any]:
             schedule.step()
             average.update_parameters(model)
             losses.append(loss.item())
+            losses += _state_norms(opt)
         means = [float(p.detach().norm()) for p in average.parameters()]
-        found["numbers"].append([*losses, *means, *seen])
+        found["numbers"].append([*losses, *means, *seen, *_state_norms(opt)])
     pending = nn.functional.cross_entropy(model(x), y)
     model.move(ap.Plan.uniform(dp=2))
     try:

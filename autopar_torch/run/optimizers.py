@@ -128,6 +128,8 @@ def _full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     restore()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     ours = {i: p for i, p in enumerate(params) if type(p) is ShardedParameter}
+    if not ours:  # after a move to replicas
+        return {**packed, "state": dict(sorted(packed["state"].items()))}
     state: dict[int, dict[str, Any]] = packed["state"]
     told = {i: {key: _told(value) for key, value in state[i].items()} for i in ours if i in state}
     world = _ours(optimizer)[0].spread.world
