@@ -261,12 +261,6 @@ def _take(optimizer: Optimizer | None, fitting: Fitting) -> None:
         optimizers.learn(optimizer)
 
 
-def anything(folder: Folder) -> bool:
-    """Whether a checkpoint was ever committed there."""
-    root = Path(folder)
-    return os.path.lexists(root / stored.MANIFEST) or bool(steps.committed(root))
-
-
 def known(world: World, folder: Folder) -> int | None:
     """The step of a checkpoint that is whole, if it has one."""
     with _named("load", Path(folder), "give another checkpoint, or another copy of this one"):

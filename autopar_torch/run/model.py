@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
-from . import checkpoint, doors, full_state, move, optimizers, shardings, tracing
+from . import checkpoint, doors, full_state, move, optimizers, shardings, steps, tracing
 from .background import Writing
 from .batches import SameBatch, Settle
 from .copies import copied, whole_values
@@ -424,7 +425,7 @@ class ParallelModel(nn.Module):
         the begin of a script that may have been started again, on as many ranks as there are now.
         """
         self._finish_writing()
-        there = self.world.by_first(bool, lambda: checkpoint.anything(folder))
+        there = self.world.by_first(bool, lambda: steps.newest(Path(folder)) is not None)
         return self.load(folder, optimizer) if there else None
 
     def explain(self, name: str) -> str:

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import RunError
-from ..shard.reduction import boxes_of
-from ..shard.transfers import Boxes, Transfer, transfers, volume
+from ..shard.transfers import transfers
 from . import optimizers, plainly as values
 from .optimizers import ELEMENTWISE, NUMBERS
 from .params import ParamStore, put
@@ -77,13 +76,11 @@ def move(before: ParamStore, after: ParamStore, own_optimizers: Sequence[Optimiz
                 beside.setdefault(place.param, []).append(place)
         for name in after.holdings:
             tensor = after.tensors[name]
-            moves = mover.moves(name)
             for place in beside.get(name, ()):
                 kept, old = found[place]
-                found[place] = kept, mover.moved(name, moves, old, DTYPES[kept.dtype],
-                                                 tensor.device)
+                found[place] = kept, mover.moved(name, old, DTYPES[kept.dtype], tensor.device)
             old = local(tensor).detach() if name in before.held else None
-            new = mover.moved(name, moves, old, tensor.dtype, tensor.device)
+            new = mover.moved(name, old, tensor.dtype, tensor.device)
             unmark(tensor)
             if new is not old:
                 put(tensor, new)
@@ -155,27 +152,22 @@ class _Mover:
     """Moves what is cut like a parameter from the cut of one plan to that of another."""
 
     def __init__(self, before: ParamStore, after: ParamStore) -> None:
-        self.before, self.after, self.world = before, after, after.world
-        self.sent: dict[int, int] = {}  # elements by rank, so that no holder sends most
-        self.sent_bytes = 0
+        self.after, self.world, self.sent_bytes = after, after.world, 0
+        self.boxes = {name: (before.boxes_of(name), after.boxes_of(name))
+                      for name in after.holdings}
+        sent: dict[int, int] = {}  # elements by rank, so that no holder sends most
+        # Of all ranks; none where all keep what they have.
+        self.moves = {name: [] if old == new else list(transfers(old, new, sent))
+                      for name, (old, new) in self.boxes.items()}
 
-    def boxes(self, name: str) -> tuple[Boxes, Boxes]:
-        before, after = (boxes_of(s.plan, s.graph, name, s.holdings[name])
-                         for s in (self.before, self.after))
-        return before, after
-
-    def moves(self, name: str) -> list[Transfer]:
-        """The transfers of all ranks; none where all keep what they have."""
-        before, after = self.boxes(name)
-        return [] if before == after else list(transfers(before, after, self.sent))
-
-    def moved(self, name: str, moves: Sequence[Transfer], old: Tensor | None,
-              dtype: torch.dtype, device: torch.device) -> Tensor:
+    def moved(self, name: str, old: Tensor | None, dtype: torch.dtype,
+              device: torch.device) -> Tensor:
         """This rank's new part of a tensor of which it has `old`."""
+        moves = self.moves[name]
         if not moves and old is not None:
             return old
         rank, ops, landing = self.world.rank, [], []
-        mine, ours = (boxes.get(rank, ()) for boxes in self.boxes(name))
+        mine, ours = (boxes.get(rank, ()) for boxes in self.boxes[name])
         new = torch.empty(self.after.part_shape(name), dtype=dtype, device=device)
         for source, target, box in moves:
             if source == target == rank and old is not None:
@@ -201,14 +193,6 @@ def _message(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def extra_bytes(before: Boxes, after: Boxes, moves: Sequence[Transfer], rank: int) -> int:
-    """Elements that moving one tensor needs on a rank beside what it has, while it moves."""
-    new = sum(map(volume, after.get(rank, ())))
-    under_way = sum(volume(m.box) for m in moves
-                    if m.source != m.target and rank in (m.source, m.target))
-    return new + under_way if before != after else 0
-
-
 def _refuse_too_large(mover: _Mover, found: Everything) -> int:
     """Before anything has moved: the bytes that this rank will need at most beside those that it
     has; an error on all if one has no room."""
@@ -218,10 +202,11 @@ def _refuse_too_large(mover: _Mover, found: Everything) -> int:
             widths.setdefault(place.param, []).append(DTYPES[kept.dtype].itemsize)
     rank, now, most, room_bytes = mover.world.rank, 0, 0, _free_bytes(mover.after.device)
     for name in mover.after.holdings:
-        before, after = mover.boxes(name)
-        moves = [] if before == after else list(transfers(before, after, {}))
-        extra = extra_bytes(before, after, moves, rank)
-        old, new = (sum(map(volume, boxes.get(rank, ()))) for boxes in (before, after))
+        old, new = (sum(math.prod(size) for _, size in boxes.get(rank, ()))
+                    for boxes in mover.boxes[name])
+        under_way = sum(math.prod(move.box[1]) for move in mover.moves[name]
+                        if move.source != move.target and rank in (move.source, move.target))
+        extra = new + under_way if mover.moves[name] else 0
         for width in [*widths.get(name, ()), mover.after.tensors[name].element_size()]:
             most = max(most, now + width * extra)
             now += width * (new - old)

@@ -59,7 +59,7 @@ def _ours(optimizer: Optimizer) -> list[ShardedParameter]:
 def learn(optimizer: Optimizer) -> None:
     """From now on its state_dict() and load_state_dict() have the state of whole tensors."""
     if not any(known() is optimizer for known in _met):
-        _met.append(ref(optimizer))
+        _met[:] = [known for known in _met if known() is not None] + [ref(optimizer)]
     if optimizer not in _known and _ours(optimizer):
         _known.add(optimizer)
         optimizer.register_state_dict_post_hook(_full_state)

@@ -57,6 +57,9 @@ class Detector:
     """Looks at every rank's seconds of computing; the same on all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
+        self._begin(num_ranks)
+
+    def _begin(self, num_ranks: int) -> None:
         self.usual: list[list[float]] = []  # looks: per rank, its seconds
         self.last: list[tuple[int, list[float]]] = []
         self.drifts = [Piled() for _ in range(num_ranks)]
@@ -86,7 +89,7 @@ class Detector:
         factors = [a / b if b else 1.0 for a, b in zip(recent, usual, strict=True)]
         # If one of two is slower, the other one's share is smaller: whose seconds changed is it.
         blamed = max(range(len(now)), key=lambda own: abs(math.log(max(factors[own], 1e-9))))
-        self.__init__(len(now))  # type: ignore[misc]
+        self._begin(len(now))
         return Slowed(blamed, factors[blamed], since)
 
 

@@ -110,6 +110,10 @@ class ParamStore:
                 put(tensor, cast(Tensor, source(name)))
         self.begin()
 
+    def boxes_of(self, name: str) -> dict[int, list[Box]]:
+        """Rank -> the boxes that it keeps of a parameter."""
+        return boxes_of(self.plan, self.graph, name, self.holdings[name])
+
     def part_shape(self, name: str) -> torch.Size:
         """Of this rank's part of a parameter."""
         shape = self.graph.params[name].shape
@@ -155,7 +159,7 @@ class ParamStore:
         return Spread(
             name, self.graph.params[name].shape, size, self.world,
             lambda full: self.cut(held, full) if held else full.new_empty(size),
-            lambda: boxes_of(self.plan, self.graph, name, self.holdings[name]),
+            lambda: self.boxes_of(name),
         )
 
     def _make_leaf(self, held: Held) -> None:

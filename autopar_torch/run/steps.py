@@ -71,11 +71,15 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
+def newest(folder: Path) -> Path | None:
+    """Where the checkpoint of a folder is, or that of its newest step, if there is any."""
+    return folder if os.path.lexists(folder / MANIFEST) else next(iter(committed(folder)), None)
+
+
 def opened(world: World, folder: Path) -> Checkpoint:
     """The checkpoint of a folder, or its newest step, looked through by all ranks together; a
     damaged one is not passed over."""
-    place = Path(world.by_first(str, lambda: str(
-        folder if os.path.lexists(folder / MANIFEST) else next(iter(committed(folder)), folder))))
+    place = Path(world.by_first(str, lambda: str(newest(folder) or folder)))
     try:
         manifest = world.by_first(Manifest, lambda: stored.read(place))
         share = manifest.files[world.rank :: world.size]

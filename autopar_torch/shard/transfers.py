@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,13 +33,5 @@ def transfers(before: Boxes, after: Boxes, sent: dict[int, int]) -> Iterator[Tra
                 source = target if target in holders else min(
                     holders, key=lambda rank: (sent.get(rank, 0), rank))
                 if source != target:
-                    sent[source] = sent.get(source, 0) + volume(shared)
+                    sent[source] = sent.get(source, 0) + math.prod(shared[1])
                 yield Transfer(source, target, shared)
-
-
-def volume(box: Box) -> int:
-    """Elements of a box."""
-    count = 1
-    for size in box[1]:
-        count *= size
-    return count
