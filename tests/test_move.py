@@ -27,6 +27,20 @@ CHAINS: dict[int, dict[str, dict[str, Any]]] = {
         "tp4": {"tp": 4}, "pp2dp2": {"pp": 2, "dp": 2, "num_micro_batches": 2}},
 }
 UNEVEN = ap.Plan((Replica((Stage((0, 1)),)), Replica((Stage((2,)), Stage((3,))), 2)))
+class Heavy(torch.optim.Optimizer):
+    """Momentum by hand, in tensors that know nothing of parts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            kept = self.state[p].setdefault("momentum", torch.zeros(tuple(p.shape)))
+            kept.mul_(0.9).add_(torch.cat([p.grad.flatten()]).view(p.shape))
+            p.sub_(kept * 1e-2)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": oracle.optimizer,
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
@@ -100,6 +114,26 @@ def test_a_move_is_bit_for_bit_a_checkpoint_saved_and_loaded(
 def test_a_move_between_four_ranks_and_uneven_plans_is_too(tmp_path: Path) -> None:
     for found in run_ranks(4, "test_move:chain", "gpt2", "adamw", 4, str(tmp_path)):
         assert found == []
+
+
+def by_hand() -> list[list[float]]:
+    """Losses without a move, and with one between every two steps."""
+    torch.set_num_threads(1)
+    runs = []
+    for moves in (False, True):
+        model, _ = _start("gpt2", ap.Plan.uniform(tp=2), "adamw")
+        opt, losses = Heavy(model.parameters()), []
+        for seed, title in enumerate(("tp2", "tp2", "zero3", "pp2", "zero1")):
+            if moves and seed:
+                model.move(plans(2)[title])
+            losses.append(_step(model, opt, "gpt2", seed))
+        runs.append(losses)
+    return runs
+
+
+def test_state_that_is_whole_on_every_rank_stays_whole() -> None:
+    for plain, moved in run_ranks(2, "test_move:by_hand"):
+        assert moved == pytest.approx(plain, rel=1e-5)
 
 
 def gradients(size: int) -> list[str]:

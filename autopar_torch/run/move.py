@@ -110,9 +110,11 @@ def _described(store: ParamStore, place: KeptAt, value: Any) -> Beside:
     where = f"the optimizer's state of {place.param}: {place.key}"
     if not isinstance(value, Tensor):
         return Beside(value=values.plain(value, where))
-    shape = tuple(value.spread.shape if isinstance(value, Sharded) else value.shape)
-    cut = place.optimizer < 0 or (  # a gradient is a plain part until it is asked for
-        place.key not in NUMBERS and shape == store.graph.params[place.param].shape)
+    # A gradient is a plain part until it is asked for. What is plain beside a parameter of parts is
+    # whole on every rank, and stays so; beside a whole parameter it is cut as that will be.
+    whole = place.param not in store.spreads and place.key not in NUMBERS
+    cut = place.optimizer < 0 or isinstance(value, Sharded) or (
+        whole and tuple(value.shape) == store.graph.params[place.param].shape)
     number = None if value.dim() or cut else values.plain(value, where)
     return Beside(dtype_name(value, where), cut, number, value.device.type == "cpu")
 
