@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import files
 from .cluster import Cluster
 from .errors import PlanError, TraceError
-from .find import changing, choose, measuring, offline, session
+from .find import changing, choose, following, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
 from .history import History
@@ -56,6 +56,7 @@ def parallelize(
     weights: str | os.PathLike[str] | None = None,
     guards: Guards | Mapping[str, Any] | None = None,
     batch_dim: int = 0,
+    changes: following.Changes = "tell",
 ) -> ParallelModel:
     """The one new line: the model, trained on everything that torchrun started.
 
@@ -69,9 +70,12 @@ def parallelize(
     A model built on `meta` is filled part by part, from `weights` (a safetensors file or folder, or
     a checkpoint folder) or from its own initialisation with `init_seed`. `guards` says what is
     watched while training (see Guards). `batch_dim=1` serves models whose inputs have the
-    sequence first and the rows of the batch in dim 1.
+    sequence first and the rows of the batch in dim 1. `changes` says what happens when ranks or
+    links between nodes become slower: "tell" names them, "follow" also moves to the plan that is
+    the fastest then, when that pays; "off" does not look (on GPUs nobody looks yet).
     """
     files.checked(batch_dim, Index, "batch_dim")
+    files.checked(changes, following.Changes, "changes")  # type: ignore[arg-type]
     rank, size = world.start()
     device = world.device()
     watched = files.checked({} if guards is None else guards, Guards, "guards")
@@ -79,7 +83,7 @@ def parallelize(
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
-                      batch_dim=batch_dim, weights=weights is not None,
+                      batch_dim=batch_dim, changes=changes, weights=weights is not None,
                       example_inputs=example_inputs is not None)
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
@@ -95,7 +99,8 @@ def parallelize(
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         with untouched(device):
             source = full_values(model, place, device, init_seed, weights)
-            _take_up(parallel, call, tensors, given, _Request(limits, confirm, loss_fn, source))
+            _take_up(parallel, call, tensors, given,
+                     _Request(limits, confirm, loss_fn, source, changes))
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
@@ -103,7 +108,7 @@ def parallelize(
         return tracing.once(own, place, module)
 
     parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, outputs,
-                             watched, batch_dim)
+                             watched, batch_dim, changes != "off")
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -338,6 +343,7 @@ class _Request(NamedTuple):
     confirm: int
     loss_fn: LossFn | None
     source: Callable[[str], Tensor | None]  # values of parameters
+    changes: following.Changes
 
 
 def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
@@ -347,14 +353,31 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
         _untraced(parallel, given, asked, error, call, tensors)
+        _follow(parallel, None, asked.changes)
         return
-    plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
-        parallel.world, given, traced, call.num_rows)
+    case = None
+    if given is None:
+        plan, case = _find(parallel, call, tensors, traced, asked)
+    else:
+        plan = shardings.agreed(parallel.world, given, traced, call.num_rows)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
+    _follow(parallel, case, asked.changes)
     if parallel.world.rank == 0:
         _tell(plan, traced, parallel.world.size)
+
+
+def _follow(parallel: ParallelModel, case: Case | None, changes: following.Changes) -> None:
+    """From now on changes of the machines are noticed."""
+    untraced, pace, follows = parallel.fallback_reason, parallel.pace, changes == "follow"
+    if pace is not None and not untraced:
+        parallel.between = following.Following(parallel, pace, case if follows else None)
+    why = ("there is one process" if parallel.world.size == 1 else
+           "the model cannot be traced" if untraced else "a plan is given" if case is None else
+           "GPUs are not watched yet" if pace is None else "")
+    if follows and why and parallel.world.rank == 0:
+        log.warning("not honoured, as %s: changes=\"follow\"", why)
 
 
 def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, error: TraceError,
@@ -377,12 +400,12 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, erro
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
-          asked: _Request) -> Plan:
+          asked: _Request) -> tuple[Plan, Case]:
     """Measure and search; the best plans are tried if asked for."""
     place = parallel.world
     limits = _possible(asked.limits, traced, tell=place.rank == 0)
     buffers = dict(parallel.module.named_buffers())
-    found = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
+    found, known = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
                           max(KEPT, asked.confirm))
     for plan in (choice.plan for choice in found.choices):
         shardings.check(plan, traced)  # a plan from the cache is checked like any other file
@@ -391,7 +414,7 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
     parallel.found = found
     if place.rank == 0:
         log.info("%s", summary(found))
-    return found.plan
+    return found.plan, Case(traced.graph, known.options, known.profile, call.num_rows, limits)
 
 
 def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:

@@ -14,7 +14,5 @@ class Guards(Struct, frozen=True, forbid_unknown_fields=True):
     nan: bool = True  # a loss that is no number is named at its step
     # Steps between looks for replicas that differ.
     drift_every: Annotated[int, Meta(ge=0, le=2**31)] = 100
-    # Steps between looks for ranks that have become slower (on CPUs).
-    slow_every: Annotated[int, Meta(ge=0, le=2**31)] = 8
     # A rank that stands still so long is named.
     timeout_s: Annotated[float, Meta(gt=0, le=1e7)] = 60.0

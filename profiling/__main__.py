@@ -17,6 +17,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "usual": ("clock.usual", "half an hour, --quick a minute"),
     "native": ("clock.native", "ten minutes, --quick two"),
     "changing": ("changing.compare", "--case traces or day a minute, noise or replan seconds"),
+    "live": ("changing.live", "three minutes a case"),
     "checkpoints": ("clock.checkpoints", "half a minute"),
     "published": ("published.grade", "three seconds"),
     "pools": ("published.pools", "half a minute"),

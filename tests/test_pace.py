@@ -14,20 +14,23 @@ import torch
 
 import autopar_torch as ap
 import zoo
-from autopar_torch.run.pace import Detector, Slowed
+from autopar_torch.run.pace import NETWORK, Detector, Slowed
 from ranks import run_ranks
 
 BASE = (0.1, 0.12, 0.08, 0.1)  # seconds of four ranks
 
 
 def looks(num: int, noise: float, seed: int,
-          factor: Callable[[int, int], float] = lambda rank, look: 1.0) -> list[tuple[int, Slowed]]:
-    """(look, what was found) where ranks jitter by so much, and are slower by `factor`."""
+          factor: Callable[[int, int], float] = lambda rank, look: 1.0,
+          network: Callable[[int], float] = lambda look: 1.0) -> list[tuple[int, Slowed]]:
+    """(look, what was found) where ranks jitter by so much, and are slower by `factor`, or steps
+    by `network`."""
     draw, detector = random.Random(seed), Detector(len(BASE))
     found = []
     for look in range(num):
         now = [s * factor(r, look) * draw.lognormvariate(0.0, noise) for r, s in enumerate(BASE)]
-        if change := detector.look(now, look):
+        step_s = network(look) * max(now) * draw.lognormvariate(0.0, noise)
+        if change := detector.look([*now, step_s], look):
             found.append((look, change))
     return found
 
@@ -57,6 +60,13 @@ def test_longer_batches_and_a_busy_machine_raise_no_alarm() -> None:
     lengths = [draw.uniform(0.3, 3.0) for _ in range(500)]
     assert looks(500, 0.03, 1, lambda rank, look: lengths[look]) == []
     assert looks(500, 0.03, 1, lambda rank, look: 2.0 if look > 100 else 1.0) == []
+
+
+def test_a_slower_network_is_no_slower_rank() -> None:
+    for seed in range(5):
+        found = looks(240, 0.03, seed, network=lambda look: 3.0 if 40 <= look < 140 else 1.0)
+        assert [change.rank for _, change in found] == [NETWORK, NETWORK]
+        assert found[0][1].factor > 1.5 and found[1][1].factor < 0.7
 
 
 def trained(steps: Sequence[int], slow: bool) -> list[str]:
@@ -90,5 +100,5 @@ def _loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 @pytest.mark.slow
 def test_a_rank_whose_core_is_taken_is_named() -> None:
     told = [text for text in run_ranks(2, "test_pace:trained", [150, 450], True)[0]
-            if "times as long" in text]
-    assert told and told[0].startswith("rank 1 (pid")
+            if "of what was usual" in text]
+    assert told and told[0].startswith("rank 1 (pid") and "times as long in a step" in told[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import files
 from ..cluster import Cluster
 from ..errors import FileError
-from ..measure.speeds import APART, STEP
+from ..measure.stats import APART, STEP
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
@@ -39,14 +39,15 @@ DRAWS = 7  # simulated steps, whose computing times vary as measured
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, limits: Constraints,
-           kept: int = KEPT) -> Result:
-    """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
+           kept: int = KEPT) -> tuple[Result, Known]:
+    """The fastest plan for this batch on these ranks, and the next, the same on every rank; and
+    what was measured for it."""
     cluster = cluster_of(world, traced.graph)
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     with world.doing("searching"):
-        return world.by_first(Result, lambda: found_before(traced.graph, known, call.num_rows,
-                                                            limits, kept))
+        return world.by_first(Result, lambda: found_before(
+            traced.graph, known, call.num_rows, limits, kept)), known
 
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,

@@ -33,6 +33,7 @@ from ..simulate.to_measure import needs_of
 from ..trace import Traced
 from ..trace.call import Call
 from . import ways
+from .probes import probes, unequal_probes
 from .session import session_on
 
 log = logging.getLogger("autopar_torch")
@@ -166,8 +167,8 @@ def _asked(plans: Sequence[Plan], graph: ModelGraph, cluster: Cluster, num_rows:
 def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cluster: Cluster,
            num_rows: int, world: World, limits: Constraints) -> Needs:
     """Each program at the smallest, a middle and the largest number of rows that plans use."""
-    plans = ways.probes(found, options, len(traced.graph.blocks))
-    plans += ways.unequal_probes(options, len(traced.graph.blocks), cluster, num_rows, limits)
+    plans = probes(found, options, len(traced.graph.blocks))
+    plans += unequal_probes(options, len(traced.graph.blocks), cluster, num_rows, limits)
     blocks, curves = _asked(plans, traced.graph, cluster, num_rows, world)
     wanted: dict[tuple[int, bool], set[int]] = {}
     for c in found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections import Counter
@@ -12,19 +11,16 @@ import msgspec
 
 from ..cluster import Cluster, Link, slowest_of
 from ..errors import SearchError
-from ..plan import BUCKET_BYTES, Plan, Stage
+from ..plan import Plan, Stage
 from ..profile import BlockCosts, BlockNeed, Lookup, program_key
 from ..run.shardings import complete
-from ..search.shapes import Placement, Shapes, Sharing, as_unequal_plan, groups_of, placed
-from ..search.space import Candidate, Constraints, Option, as_plan, divisors
-from ..search.unequal import FEW
+from ..search.space import Constraints, Option, divisors
 from ..shard.estimate import estimate
 from ..shard.layout import Square, parse_forms, side
 from ..shard.price import Prices
 from ..shard.solve import Spatial
 from ..trace import Traced
 
-MOST_TEAMS = 16  # ways to pick one group of every replica that are looked at
 log = logging.getLogger("autopar_torch")
 SMALL, LARGE = 4096.0, 2.0**20  # sizes that tell latency and bandwidth of a link
 
@@ -155,52 +151,6 @@ def has_rings(option: Option) -> bool:
     """Whether any weight lies as a ring wants it."""
     forms = (parse_forms(f) for s in option.shardings if s for f in s.forms.values())
     return any(isinstance(x, Square) and x.skew == "w" for form in forms for x in form.value)
-
-
-def probes(candidates: Sequence[Candidate], options: Sequence[Option],
-           num_blocks: int) -> list[Plan]:
-    """Plans that together use every program and every group that some candidate uses."""
-    found: dict[tuple[object, ...], Plan] = {}
-    most = max(c.micro_batches for c in candidates)
-    for c in candidates:
-        key = (c.option, c.pp, c.dp, c.zero, c.recompute, c.micro_batches in (1, most))
-        if key not in found:
-            plain = c._replace(virtual=1, schedule="1f1b")
-            borders = [num_blocks * s // c.pp for s in range(c.pp + 1)]
-            found[key] = as_plan(plain, borders, options)
-    return list(found.values())
-
-
-def unequal_probes(options: Sequence[Option], num_blocks: int, cluster: Cluster, num_rows: int,
-                   limits: Constraints) -> list[Plan]:
-    """Plans that together use every kind of group between unequal devices that some plan uses."""
-    if len(cluster.classes) == 1 or cluster.num_devices > FEW:
-        return []
-    groups = groups_of(cluster, options, limits, lambda *_: True)
-    zeros = [zero for zero in (0, 1, 3) if limits.zero in (None, zero)]
-    found: list[Plan] = []
-    seen: set[tuple[str, str]] = set()
-    for shape in Shapes(cluster, groups, num_blocks, num_rows, limits):
-        places = placed(shape, cluster)
-        uses = _uses(places, cluster) if places else set()
-        if places and not uses <= seen:
-            seen |= uses
-            cuts = [[num_blocks * p // len(own) for p in range(len(own) + 1)] for own in shape]
-            sharing = Sharing((1,) * len(shape), (num_rows // len(shape),) * len(shape))
-            found += [as_unequal_plan(shape, places, cuts, sharing, options, limits, "1f1b", zero,
-                                      BUCKET_BYTES) for zero in zeros]
-    return found
-
-
-def _uses(places: Placement, cluster: Cluster) -> set[tuple[str, str]]:
-    """How the groups lie that exchange something."""
-    found = {("all", cluster.place(sorted(d for own in places for group in own for d in group)))}
-    for own in places:
-        found |= {("send", cluster.place(sorted((here[0], there[0]))))
-                  for here, there in itertools.pairwise(own)}
-    for team in itertools.islice(itertools.product(*places), MOST_TEAMS):
-        found.add(("sum", cluster.place(sorted(group[0] for group in team))))
-    return found
 
 
 def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],

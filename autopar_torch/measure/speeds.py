@@ -16,13 +16,11 @@ import torch
 
 from .detect import Site, crowds
 from .links import ROWS, Places, barrier, computing
-from .stats import relative_error
+from .stats import APART, STEP, relative_error
 
 WINDOW_S, WINDOWS = 0.1, 5
 GPU_ROWS = 2**13  # so that kernels outlast their launches
-APART = 0.1  # what is slower by less earns less than it costs to tell it apart
 ERRORS = 2.0  # standard errors by which a difference is no chance
-STEP = 0.05  # of speeds
 
 
 class Pace(NamedTuple):

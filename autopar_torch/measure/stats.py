@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 NOISE_LIMIT = 0.25  # relative error of a median: above it a time counts as uncertain
+APART = 0.1  # what is slower by less earns less than it costs to tell it apart
+STEP = 0.05  # of speeds
 WORTH_S = 1e-3  # shorter times are mostly those of the clock itself
 
 

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from .. import files
 from ..errors import RunError
 from ..guards import Guards
-from ..model import ModelGraph
-from ..plan import IDLE, Plan, Replica, check, load_plan, peers
+from ..plan import IDLE, Plan, Replica, check, load_plan
 from ..search.best import Result
-from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
@@ -35,7 +33,7 @@ from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
-from .program import Program
+from .program import Program, groups_of
 from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
@@ -57,7 +55,7 @@ class ParallelModel(nn.Module):
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
                  retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
-                 guards: Guards | None = None, batch_dim: int = 0) -> None:
+                 guards: Guards | None = None, batch_dim: int = 0, watched: bool = True) -> None:
         super().__init__()
         self.module = module
         self.guards = guards or Guards()
@@ -74,9 +72,10 @@ class ParallelModel(nn.Module):
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
-        every = self.guards.slow_every
-        self.pace = Stopwatch(world, every) if Stopwatch.watches(world, every) else None
+        watched = watched and world.size > 1 and device.type == "cpu"
+        self.pace = Stopwatch(world) if watched else None
         self.recorder: Recorder | Stopwatch | Silent = self.pace or SILENT
+        self.between: Callable[[Settle], object] = lambda _: None  # before each step
         self.found: Result | None = None  # the search behind the plan, if there was one
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self._writing: Writing | None = None
@@ -178,6 +177,8 @@ class ParallelModel(nn.Module):
         if self.fallback is not None:
             settle()
             return self.fallback(call, tensors)
+        if train and self.training:
+            self.between(settle)
         program = self._program(call, train, settle)
         step = RankStep(self, program, call, tensors, settle)
         with self.numbers.drawing() if program.draws else contextlib.nullcontext():
@@ -223,7 +224,7 @@ class ParallelModel(nn.Module):
 
     def _made(self, traced: Traced, plan: Plan) -> Program:
         """An error while it is made on one rank is one on all, as the others would wait for it."""
-        self.world.make_groups(_axis_groups(plan, traced.graph))
+        self.world.make_groups(groups_of(plan, traced.graph))
         return self.world.jointly(lambda: Program(
             traced, plan, self.own(plan), self.store, self.burnt))
 
@@ -245,7 +246,7 @@ class ParallelModel(nn.Module):
         self.num_steps += 1
         self.drift.check(self.num_steps, self._copies)
         if self.pace is not None:
-            self.pace.step(self.num_steps)
+            self.pace.step()
 
     def _copies(self) -> Iterator[Copy]:
         if self.fallback_reason:
@@ -320,7 +321,8 @@ class ParallelModel(nn.Module):
             module = copied(self.module, memo)
             traced, call = self._first
             made = ParallelModel(module, self.world, self.device, self._prepare,
-                                 self.tracer_of(module), self.tracer_of, self.outputs, self.guards)
+                                 self.tracer_of(module), self.tracer_of, self.outputs, self.guards,
+                                 watched=False)
             made.adopt(self.plan, traced, call, whole_values(self.module))
         return made
 
@@ -403,8 +405,6 @@ class ParallelModel(nn.Module):
             self._begin(given)
             self.numbers.load(numbers)
             self.drift.shared = None
-            self.pace = self.pace and Stopwatch(self.world, self.guards.slow_every)
-            self.recorder = self.pace or SILENT
         if self.world.rank == 0:
             log.info("moved in %.2f s to: %s", moved.seconds, given.describe(self.world.size))
         return moved
@@ -437,14 +437,3 @@ class ParallelModel(nn.Module):
 
 def _frozen(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
-
-
-def _axis_groups(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
-    """Every group of the tensor axes, and of ranks that join statistics of batches."""
-    groups = []
-    for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        for rank in stage.devices:
-            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-            groups += {peers(plan, graph, block, rank)[0]
-                       for block in range(*(stage.blocks or (0, 0)))}
-    return [tuple(sorted(g)) for g in groups if g]

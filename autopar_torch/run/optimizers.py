@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn, optim
@@ -28,6 +28,7 @@ ELEMENTWISE = frozenset({
 NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # their state that is no tensor of a part
 _known: WeakSet[Optimizer] = WeakSet()
 _met: list[ref[Optimizer]] = []  # in the order in which they first stepped, or were loaded
+_taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps since it is known
 _plain: list[tuple[Tensor, type]] = []  # during a step: what it was before
 _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has nothing of
 
@@ -74,6 +75,19 @@ def of(module: nn.Module) -> list[Optimizer]:
             and any(id(p) in own for group in optimizer.param_groups for p in group["params"])]
 
 
+def num_steps(module: nn.Module) -> int:
+    """How many steps have been taken of the optimizers that are known to train it."""
+    return sum(_taken.get(optimizer, 0) for optimizer in of(module))
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Of what they keep on this rank, in tensors."""
+    kept = (value for optimizer in of(module) for state in optimizer.state.values()
+            for value in state.values() if isinstance(value, Tensor))
+    with plainly():
+        return sum(value.nbytes for value in kept)
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     restore()
     ours = _ours(optimizer)
@@ -90,6 +104,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = bool(_plain)
+    _taken[optimizer] = _taken.get(optimizer, 0) + 1
     restore()
     if stepped:
         with plainly():

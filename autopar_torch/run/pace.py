@@ -1,14 +1,14 @@
-"""Which rank has become slower, and since when: how long each computes, beside the others.
+"""Which rank has become slower, and since when: how long each computes and waits, step by step.
 
 What a rank computes is compared with what all compute in the same steps, so that longer batches, or
-a machine that is busy for all, raise no alarm. Only CPUs are watched: on a GPU the time of a step
-is not known before it has ended.
+a machine that is busy for all, raise no alarm. If steps are longer than that explains, it is what
+ranks exchange. What a rank has to say travels in the message of the loss. Only CPUs are watched: on
+a GPU the time of a step is not known before it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import statistics
 import time
@@ -16,15 +16,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..shard.watch import listen
 from .world import World
 
-log = logging.getLogger("autopar_torch")
+LOOK_S = 0.25  # steps are looked at together, as many as last so long
 FEWEST, MOST = 12, 25  # looks that say what is usual
 SHIFT = 0.10  # the smallest slow-down that is looked for
 QUIET = 12.0  # so many times the noise has to pile up; jitter of 3 % alone takes a million looks
 LEAST_NOISE = 0.01
+NETWORK = -1  # in place of a rank
+NOTE = " of the watch"  # no output of a model has this name
 
 
 class Piled(NamedTuple):
@@ -46,29 +49,47 @@ class Piled(NamedTuple):
 
 
 class Slowed(NamedTuple):
-    """A rank that computes longer, or less long, than it used to beside the others."""
+    """A rank that computes longer, or less long, than it used to beside the others; or steps that
+    are longer though all compute as ever (`NETWORK`)."""
 
     rank: int
     factor: float
     since: int
+    step_s: float  # that steps take now
 
 
 class Detector:
-    """Looks at every rank's seconds of computing; the same on all ranks."""
+    """Looks at every rank's seconds of computing, and at how long steps are."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._begin(num_ranks)
+        self.num_ranks, self.taken = num_ranks, list[tuple[float, ...]]()
+        self._begin()
 
-    def _begin(self, num_ranks: int) -> None:
-        self.usual: list[list[float]] = []  # looks: per rank, its seconds
+    def _begin(self) -> None:
+        self.usual: list[list[float]] = []  # looks: each rank's seconds, then the step's
         self.last: list[tuple[int, list[float]]] = []
-        self.drifts = [Piled() for _ in range(num_ranks)]
+        self.drifts = [Piled() for _ in range(self.num_ranks + 1)]
 
-    def look(self, seconds: Sequence[float], step: int) -> Slowed | None:
+    @property
+    def ready(self) -> bool:
+        """Whether it knows what is usual."""
+        return len(self.usual) >= FEWEST
+
+    def step(self, computed_s: Sequence[float], waited_s: Sequence[float],
+             number: int) -> Slowed | None:
+        """What changed, once several steps have been looked at together."""
+        step_s = statistics.fmean(map(sum, zip(computed_s, waited_s, strict=True)))
+        self.taken.append((*computed_s, step_s))
+        if sum(own[-1] for own in self.taken) < LOOK_S:
+            return None
+        look = [statistics.median(own) for own in zip(*self.taken, strict=True)]
+        self.taken.clear()
+        return self.look(look, number)
+
+    def look(self, now: list[float], step: int) -> Slowed | None:
         """What changed, if it has piled up; then what is now becomes the usual."""
-        now = list(seconds)
         calm = not any(drift.slower or drift.faster for drift in self.drifts)
-        if len(self.usual) < FEWEST:
+        if not self.ready:
             self.usual.append(now)
             return None
         self.last.append((step, now))
@@ -87,16 +108,23 @@ class Detector:
         then = [look for at, look in self.last if at >= since]
         recent = [statistics.median(own) for own in zip(*then[len(then) // 2 :], strict=True)]
         factors = [a / b if b else 1.0 for a, b in zip(recent, usual, strict=True)]
-        # If one of two is slower, the other one's share is smaller: whose seconds changed is it.
-        blamed = max(range(len(now)), key=lambda own: abs(math.log(max(factors[own], 1e-9))))
-        self._begin(len(now))
-        return Slowed(blamed, factors[blamed], since)
+        self._begin()
+        blamed = _blamed(factors)
+        return Slowed(blamed, factors[blamed], since, recent[-1])
+
+
+def _blamed(factors: Sequence[float]) -> int:
+    """The rank whose own seconds changed most (if one of two is slower, the other one's share is
+    smaller); the network, if that does not tell why steps changed."""
+    sizes = [abs(math.log(max(factor, 1e-9))) for factor in factors]
+    most = max(range(len(sizes) - 1), key=sizes.__getitem__)
+    return most if sizes[most] >= sizes[-1] / 2 else NETWORK
 
 
 def _change(own: int, now: Sequence[float], usual: Sequence[float]) -> float:
-    """By how much a rank computes longer than usual, in steps of which others tell how much work
-    they are."""
-    ratios = [a / b for a, b in zip(now, usual, strict=True) if b > 0.0]
+    """By how much a rank computes (or a step takes) longer than usual, in steps of which ranks tell
+    how much work they are."""
+    ratios = [a / b for a, b in zip(now[:-1], usual[:-1], strict=True) if b > 0.0]
     if not ratios or not usual[own] or not now[own]:
         return 0.0
     return math.log(now[own] / usual[own]) - math.log(statistics.median(ratios) or 1.0)
@@ -107,19 +135,22 @@ def _noise(changes: Sequence[float]) -> float:
     return max(LEAST_NOISE, statistics.stdev(changes) * (1 + 1 / math.sqrt(len(changes))))
 
 
+class Heard(NamedTuple):
+    """What all ranks said of a step."""
+
+    computed_s: list[float]
+    waited_s: list[float]
+    called: bool  # rank 0 has something to tell before the next step
+
+
 class Stopwatch:
-    """A recorder that only adds up how long this rank computes."""
+    """A recorder that only adds up how long this rank computes and waits, and tells the others."""
 
-    def __init__(self, world: World, every: int) -> None:
-        self.world, self.every = world, every
-        self.detector = Detector(world.size)
-        self.computed_s = 0.0
-        self.steps: list[float] = []
-        self.begun = time.perf_counter()
-
-    @staticmethod
-    def watches(world: World, every: int) -> bool:
-        return bool(every) and world.size > 1 and not torch.cuda.is_available()
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.calls = False  # on rank 0: ask all ranks to listen before the next step
+        self.heard: Heard | None = None
+        self._now, self._last = [0.0, 0.0], [0.0, 0.0]
 
     @contextlib.contextmanager
     def computing(self, name: str) -> Iterator[None]:
@@ -127,31 +158,37 @@ class Stopwatch:
             start = time.perf_counter()
             yield
             whole = time.perf_counter() - start
-        self.computed_s += whole - sum(end - begin for _, begin, end in watch.spans)
+        waited = sum(end - begin for _, begin, end in watch.spans)
+        self._now[0] += whole - waited
+        self._now[1] += waited
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
         yield
+        self._now[1] += time.perf_counter() - start
 
-    def step(self, number: int) -> None:
-        """A step begins; now and then ranks tell each other how long the last ones took them."""
-        self.steps.append(self.computed_s)
-        self.computed_s = 0.0
-        if number % self.every:
-            return
-        took_s, self.begun = time.perf_counter() - self.begun, time.perf_counter()
-        own = statistics.median(self.steps)
-        self.steps.clear()
-        found = self.detector.look(self.world.everyones(own, float), number)
-        if found is not None and self.world.rank == 0:
-            self._tell(found, took_s / self.every)
+    def step(self) -> None:
+        """A step begins: its message will tell how long the last one was."""
+        self._last, self._now = self._now, [0.0, 0.0]
 
-    def _tell(self, found: Slowed, step_s: float) -> None:
-        member = self.world.watch.members[found.rank]
-        if found.factor > 1.0:
-            log.warning("%s computes %.2f times as long in a step as before, since about step %d "
-                        "(a step now takes %.3f s): see what else runs there, its clock and its "
-                        "temperature", member, found.factor, found.since, step_s)
+    def write(self, values: dict[str, Tensor], device: torch.device) -> None:
+        """Add a note to what will be summed over all ranks: beside the loss, if that fits."""
+        own, size = self.world.rank, self.world.size
+        note = [0.0] * (2 * size + 1)
+        note[own], note[size + own], note[-1] = *self._last, float(self.calls)
+        values[NOTE] = torch.tensor(note, dtype=torch.float32, device=device)
+        if (loss := values.get("loss")) is not None and loss.dtype == torch.float32:
+            values["loss"] = torch.cat([loss.reshape(-1), values.pop(NOTE)])
+
+    def read(self, values: dict[str, Tensor], like: Tensor | None) -> None:
+        """Take everyone's notes out of the sums; `like`: what the loss was before."""
+        if NOTE in values or like is None:
+            told = values.pop(NOTE)
         else:
-            log.info("%s computes in %.2f of the time that a step took it before, since about "
-                     "step %d", member, found.factor, found.since)
+            sums = values["loss"]
+            values["loss"] = sums[: like.numel()].clone().view_as(like)
+            told = sums[like.numel() :]
+        *seconds, called = told.tolist()
+        half = len(seconds) // 2
+        self.heard = Heard(seconds[:half], seconds[half:], called > 0)

@@ -181,11 +181,16 @@ class RankStep:
             parallel.reducer.begin(self.in_step)
         values: Values = {}
         sums: list[Any] = []
+        pace = self.recorder if isinstance(self.recorder, Stopwatch) else None
+        own: dict[str, Tensor | None] = {}
 
         def share(parts: dict[int, Values]) -> None:
             mine = parts if self.speaks else {}
             values.update(program.addends(mine, self.rows, self.in_one, self.call.num_rows,
                                           parallel.device))
+            if pace is not None:
+                own["loss"] = values.get("loss")
+                pace.write(values, parallel.device)
             sums.extend(work for x in values.values() for work in self.world.start_sum(x))
 
         if program.stages:
@@ -197,6 +202,8 @@ class RankStep:
                 parallel.reducer.launch_rest()
         with self.recorder.exchanging("outputs"):
             arrive(sums)
+        if pace is not None:
+            pace.read(values, own["loss"])
         return values
 
     def _backwards(self, upstream: Upstream) -> dict[str, Tensor]:
