@@ -38,7 +38,7 @@ REBUILD_S = 0.5  # of a move, beside its bytes, before one was made
 class Word(Struct, frozen=True):
     """What rank 0 has all ranks do before a step; nothing while an optimizer has yet to step."""
 
-    do: Literal["nothing", "look", "look at links", "move"] = "nothing"
+    do: Literal["nothing", "look", "move"] = "nothing"
     plan: Plan | None = None
 
 
@@ -85,10 +85,9 @@ class Following:
         return word
 
     def _next(self) -> Word:
-        if self.suspect or (self.usual is None and self.detector.ready):
+        first = self.usual is None and self.detector.ready
+        if self.suspect or first or time.perf_counter() > self.next_look_s:
             return Word("look")
-        if time.perf_counter() > self.next_look_s:
-            return Word("look" if set(self.now.speeds) != {1.0} else "look at links")
         plan = self.replanning.wanted() if self.replanning else None
         return Word("move", plan) if plan else Word()
 
@@ -96,7 +95,7 @@ class Following:
         if word.plan is not None:
             self._move(word.plan)
         elif word.do != "nothing":
-            seen = look(self.nodes, self.world, self.parallel.device, word.do == "look at links")
+            seen = look(self.nodes, self.world, self.parallel.device)
             if self.world.rank == 0:
                 self._saw(seen)
 
@@ -119,8 +118,8 @@ class Following:
             if self.replanning:
                 since = suspect.since if suspect else self.parallel.num_steps
                 self.replanning.ask(now, since)
-        again = now != self.now or not now.usual or suspect
-        self.next_look_s = time.perf_counter() + RARELY * seen.seconds if again else math.inf
+        again_s = time.perf_counter() + RARELY * seen.seconds
+        self.next_look_s = math.inf if now.usual else again_s
 
     def _described(self, found: Slowed) -> str:
         step = (f"since about step {found.since}; a step takes {found.step_s:.3f} s")

@@ -7,6 +7,7 @@ It runs at low priority, and imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -26,7 +27,7 @@ from ..plan import Plan
 from ..profile import Lookup, Profile
 from ..search.best import SAFETY
 from ..search.space import Constraints, Option
-from ..search.unequal import fastest
+from ..search.unequal import FEW, fastest
 from ..shard.holdings import all_holdings
 from ..shard.reduction import boxes_of
 from ..shard.transfers import transfers
@@ -83,13 +84,19 @@ def answered(asked: Question) -> list[Priced]:
 
 
 def _best(asked: Question, seen: Lookup) -> list[Plan]:
-    """The plans that are the fastest now; none if none fits."""
-    try:
-        found = fastest(asked.graph, asked.options, seen, asked.num_rows, asked.limits, TRIED,
-                        LIMIT_S)
-    except SearchError:
-        return []
-    return [choice.plan for choice in found.choices]
+    """The plans that are the fastest now, also those of fewer nodes: beside a slow link, others
+    may be quicker alone. None if none fits."""
+    cluster, plans = seen.profile.cluster, list[Plan]()
+    few = len(cluster.classes) == 1 and len(cluster.nodes) <= FEW
+    for count in range(1 if few else len(cluster.nodes), len(cluster.nodes) + 1):
+        nodes = cluster.nodes[:count]
+        fewer = replace(cluster, nodes=nodes, cores=cluster.cores[: sum(map(len, nodes))])
+        with contextlib.suppress(SearchError):
+            own = lookup(replace(seen.profile, cluster=fewer))
+            found = fastest(asked.graph, asked.options, own, asked.num_rows, asked.limits, TRIED,
+                            LIMIT_S)
+            plans += [choice.plan for choice in found.choices]
+    return plans
 
 
 def name_of(plan: Plan) -> str:

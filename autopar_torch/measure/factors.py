@@ -10,14 +10,16 @@ from msgspec import Struct
 from ..limits import Fraction, Seconds
 from .stats import APART, STEP
 
+LINK_APART = 0.25  # two looks at one link may differ by so much
+LEAST = 1e-4
 FEW_NODES = 4  # all pairs are looked at
 
 
 class Seen(Struct, frozen=True):
-    """What one look saw; `sending_s` is empty where there is one node."""
+    """What one look saw."""
 
-    computing_s: tuple[Seconds, ...]  # per rank, some work; empty if only links were looked at
-    sending_s: tuple[Seconds, ...]  # per pair of `pairs`
+    computing_s: tuple[Seconds, ...]  # per rank, some work
+    sending_s: tuple[Seconds, ...]  # per pair of `pairs`; empty where there is one node
     seconds: Seconds  # that looking took
 
 
@@ -41,27 +43,28 @@ def pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def compared(nodes: Sequence[str], usual: Seen, now: Seen, known: Factors) -> Factors:
-    """What is left of what was usual. What is the same for all ranks is no change of any of them;
-    of what was not looked at, `known` is kept."""
-    speeds: Sequence[float] = known.speeds
-    if now.computing_s:
-        own = [a / b for a, b in zip(usual.computing_s, now.computing_s, strict=True)]
-        speeds = [left(factor / max(own)) for factor in own]
+    """What is left of what was usual. What is the same for all ranks is no change of any of them:
+    other work is there, and makes what they exchange slower too."""
+    own = [a / b for a, b in zip(usual.computing_s, now.computing_s, strict=True)]
+    speeds = [left(factor / max(own), old, APART)
+              for factor, old in zip(own, known.speeds, strict=True)]
     ends = pairs(nodes)
-    by_pair = [a / b for a, b in zip(usual.sending_s, now.sending_s, strict=True)]
+    by_pair = [a / b / min(1.0, max(own))
+               for a, b in zip(usual.sending_s, now.sending_s, strict=True)]
     links = []
-    for node in dict.fromkeys(nodes):
+    for node, old in zip(dict.fromkeys(nodes), known.links, strict=True):
         # A pair is as slow as the slower of its links: the best of its pairs tells of a node.
         own = [f for f, pair in zip(by_pair, ends, strict=True)
                if node in (nodes[pair[0]], nodes[pair[1]])]
-        links.append(left(max(own, default=1.0)))
+        links.append(left(max(own, default=1.0), old, LINK_APART))
     return Factors(tuple(speeds), tuple(links))
 
 
-def left(factor: float) -> float:
-    """In steps, downwards from the usual; about the usual counts as it."""
-    if factor > 1 - 2 * APART:
+def left(factor: float, known: float, apart: float) -> float:
+    """In steps, downwards from the usual; about the usual counts as it, about what was known too.
+    """
+    if factor > 1 - apart:
         return 1.0
-    if factor < STEP:  # links fall further than that
-        return max(1e-4, float(f"{factor:.1g}"))
-    return round(round(factor / STEP) * STEP, 2)
+    if abs(factor / known - 1) < apart:
+        return known
+    return max(LEAST, round(round(factor / STEP) * STEP, 2), float(f"{min(factor, STEP):.1g}"))

@@ -49,17 +49,18 @@ def speeds(sites: Sequence[Site], ranks: Places, device: torch.device) -> list[f
     return found
 
 
-def windows(work: Callable[[], object], device: torch.device) -> list[float]:
+def windows(work: Callable[[], object], device: torch.device,
+            count: int = WINDOWS) -> list[float]:
     """Seconds that it took, in each of some windows."""
     found = []
-    for _ in range(WINDOWS):
-        start, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - start < WINDOW_S:
+    for _ in range(count):
+        start, times = time.perf_counter(), 0
+        while times == 0 or time.perf_counter() - start < WINDOW_S:
             work()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            count += 1
-        found.append((time.perf_counter() - start) / count)
+            times += 1
+        found.append((time.perf_counter() - start) / times)
     return found
 
 

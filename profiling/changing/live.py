@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,13 +41,47 @@ AHEAD, BEHIND = 1.3, 1.15  # of the best plan that stays, of the best one at eve
 TRIED, WARM = 7, 2  # steps of each plan in each state
 
 
+def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Whatever cuts it in two carries large values over the border, so pipelines do not help."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def block(a: int, b: int) -> nn.Module:
+        return nn.Sequential(nn.GroupNorm(8, a), nn.SiLU(), nn.Conv2d(a, b, 3, padding=1))
+
+    class UNet(nn.Module):
+        def __init__(self, c: int) -> None:
+            super().__init__()
+            self.begin, self.end = (nn.Conv2d(*ends, 3, padding=1) for ends in ((3, c), (c, 3)))
+            self.down1, self.down2, self.mid = block(c, 2 * c), block(2 * c, 4 * c), block(
+                4 * c, 4 * c)
+            self.up2, self.up1 = block(8 * c, 2 * c), block(4 * c, c)
+
+        def forward(self, image: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+            a = self.down1(self.begin(image + noise))
+            b = self.down2(F.avg_pool2d(a, 2))
+            y = F.interpolate(self.mid(F.avg_pool2d(b, 2)), scale_factor=2.0)
+            y = F.interpolate(self.up2(torch.cat([y, b], 1)), scale_factor=2.0)
+            return F.mse_loss(self.end(self.up1(torch.cat([y, a], 1))), noise)
+
+    torch.manual_seed(0)
+    return UNet(32), {"image": torch.randn(16, 3, 32, 32), "noise": torch.randn(16, 3, 32, 32)}
+
+
+def gpt() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    import models
+
+    return models.gpt(WIDTH, LAYERS, ROWS)
+
+
 class Case(NamedTuple):
     """Spells of so many steps, in each of which machines are in one state."""
 
     spells: tuple[tuple[int, str], ...]
     change: Callable[[Lab, str], None]
     rate_mbps: float | None = 1000
-    rows: int = ROWS
+    model: Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]] = gpt
 
     @property
     def num_steps(self) -> int:
@@ -71,24 +104,24 @@ def straggler(lab: Lab, state: str) -> None:
 
 
 class Others:
-    """Other work on both cores, which ends with it."""
+    """Other work on both cores, which ends with its file."""
 
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+    file: Path
 
     def __call__(self, lab: Lab, state: str) -> None:
-        while self.processes:
-            process = self.processes.pop()
-            process.kill()
-            process.wait()
         if state == SLOW:
-            self.processes = [lab.popen(name, [sys.executable, "-c", "while True: pass"])
-                              for name in ("n0", "n1")]
+            with tempfile.NamedTemporaryFile(delete=False) as made:
+                self.file = Path(made.name)
+            code = f"import os\nwhile os.path.exists({made.name!r}): sum(range(10**6))"
+            for name in ("n0", "n1"):
+                lab.popen(name, [sys.executable, "-c", code])
+        elif hasattr(self, "file"):
+            self.file.unlink(missing_ok=True)
 
 
 CASES = {
-    "link": Case(((300, FAST), (100, SLOW), (300, FAST)), link),
-    "straggler": Case(((300, FAST), (150, SLOW), (300, FAST)), straggler, None),
+    "link": Case(((500, FAST), (400, SLOW), (500, FAST)), link, model=unet),
+    "straggler": Case(((450, FAST), (250, SLOW), (450, FAST)), straggler, None),
     "flap": Case(((120, FAST), *((20, SLOW), (20, FAST)) * 6), link),
     "busy": Case(((120, FAST), *((60, SLOW), (60, FAST)) * 4), Others(), None),
 }
@@ -102,13 +135,11 @@ def rank_main(name: str, folder: Path, changes: str) -> None:
     import torch.distributed as dist
 
     import autopar_torch as ap
-    from models import gpt
-
     pin()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
     dist.init_process_group("gloo")
     case = CASES[name]
-    model, batch = gpt(WIDTH, LAYERS, case.rows)
+    model, batch = case.model()
     parallel = ap.parallelize(model, batch, changes=changes)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     plans, seconds, losses = [parallel.plan], [], []
@@ -140,28 +171,36 @@ def one_step(model: ParallelModel, optimizer: torch.optim.Optimizer,
     return float(loss.detach())
 
 
-def by_hand() -> dict[str, Plan]:
-    from autopar_torch.plan import Plan
-    from clock.unequal import pipe, plan
+def by_hand(num_blocks: int, batch_statistics: bool) -> dict[str, Plan]:
+    from autopar_torch.plan import Plan, Replica, Stage
+
+    most = 1 if batch_statistics else 4
+    cut = 3 * num_blocks // 4
+
+    def shared(*rows: int) -> Plan:
+        return Plan(tuple(Replica((Stage((r,), (0, num_blocks)),), 1, own)
+                          for r, own in enumerate(rows)))
 
     return {"dp 2": Plan.uniform(dp=2), "tp 2": Plan.uniform(tp=2),
-            "pp 2": Plan.uniform(pp=2, num_micro_batches=4),
-            "dp 3:1": plan([pipe([LAYERS], [r], 1, own) for r, own in enumerate((3, 1))]),
-            "dp 2:1": plan([pipe([LAYERS], [r], 1, own) for r, own in enumerate((2, 1))]),
-            "pp 6|2": plan([pipe([6, 2], [0, 1], 4)])}
+            "pp 2": Plan.uniform(pp=2, num_micro_batches=most), "one alone": shared(1),
+            "dp 3:1": shared(3, 1), "dp 2:1": shared(2, 1),
+            "pp 3:1": Plan((Replica(
+                (Stage((0,), (0, cut)), Stage((1,), (cut, num_blocks))), most),))}
 
 
 def table(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor],
           plans: Sequence[Plan], folder: Path) -> dict[str, dict[str, float]]:
     """Seconds of a step of each plan in each state, in which nobody follows anything."""
+    from autopar_torch.find.replan import name_of
+
     model.between = lambda settle: None
-    known = {f"used {i}": plan for i, plan in enumerate(dict.fromkeys(
-        map(_hashable, plans)))}
+    statistics_of_batches = any(kind.couples_rows for kind in model.graph.kinds.values())
+    known = {f"used {i}": plan for i, plan in enumerate({name_of(p): p for p in plans}.values())}
+    known |= by_hand(len(model.graph.blocks), statistics_of_batches)
     found: dict[str, dict[str, float]] = {}
     for state in (FAST, SLOW):
         ask(folder, state)
-        for name, plan in {**{k: plans[list(map(_hashable, plans)).index(v)]
-                              for k, v in known.items()}, **by_hand()}.items():
+        for name, plan in known.items():
             model.move(plan)
             times = []
             for _ in range(WARM + TRIED):
@@ -171,10 +210,6 @@ def table(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: dict[st
             found.setdefault(name, {})[state] = statistics.median(times[WARM:])
     ask(folder, FAST)
     return found
-
-
-def _hashable(plan: Plan) -> str:
-    return plan.describe(2)
 
 
 def ask(folder: Path, state: str) -> None:
