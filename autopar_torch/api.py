@@ -56,7 +56,7 @@ def parallelize(
     weights: str | os.PathLike[str] | None = None,
     guards: Guards | Mapping[str, Any] | None = None,
     batch_dim: int = 0,
-    changes: following.Changes = "tell",
+    changes: following.OnChange = "tell",
 ) -> ParallelModel:
     """The one new line: the model, trained on everything that torchrun started.
 
@@ -75,7 +75,7 @@ def parallelize(
     the fastest then, when that pays; "off" does not look (on GPUs nobody looks yet).
     """
     files.checked(batch_dim, Index, "batch_dim")
-    files.checked(changes, following.Changes, "changes")  # type: ignore[arg-type]
+    files.checked(changes, following.OnChange, "changes")  # type: ignore[arg-type]
     rank, size = world.start()
     device = world.device()
     watched = files.checked({} if guards is None else guards, Guards, "guards")
@@ -343,7 +343,7 @@ class _Request(NamedTuple):
     confirm: int
     loss_fn: LossFn | None
     source: Callable[[str], Tensor | None]  # values of parameters
-    changes: following.Changes
+    changes: following.OnChange
 
 
 def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
@@ -368,7 +368,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         _tell(plan, traced, parallel.world.size)
 
 
-def _follow(parallel: ParallelModel, case: Case | None, changes: following.Changes) -> None:
+def _follow(parallel: ParallelModel, case: Case | None, changes: following.OnChange) -> None:
     """From now on changes of the machines are noticed."""
     untraced, pace, follows = parallel.fallback_reason, parallel.pace, changes == "follow"
     if pace is not None and not untraced:

@@ -18,6 +18,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "native": ("clock.native", "ten minutes, --quick two"),
     "changing": ("changing.compare", "--case traces or day a minute, noise or replan seconds"),
     "live": ("changing.live", "three minutes a case"),
+    "lost": ("changing.lost", "three minutes (rank) to half an hour (cut); --times 3"),
     "checkpoints": ("clock.checkpoints", "half a minute"),
     "published": ("published.grade", "three seconds"),
     "pools": ("published.pools", "half a minute"),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
-from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
-from ..cluster import Cluster, Zone
+from ..cluster import Cluster, Zone, ZoneLink, slowest_of
 from ..limits import Fraction
 from ..measure.factors import Factors
 from ..model import ModelGraph
@@ -37,14 +37,9 @@ def changed(profile: Profile, options: Sequence[Option], graph: ModelGraph, num_
             if cell.device == old.class_of[rank]:
                 link = _link(old, _group(meshes.get(cell.sharding, ()), rank), now.links)
                 cells.append(_slower(cell, k, now.speeds[rank], link))
-    plans = probes(found, options, len(graph.blocks)) if (
-        found := candidates(options, graph, new.num_devices, num_rows, limits)) else []
-    plans += unequal_probes(options, len(graph.blocks), new, num_rows, limits)
-    _, needs = needs_of(plans, graph, new, num_rows)
-    curves = {(need.op, new.place(need.ranks)): _curve(profile, need, new, now) for need in needs}
     return replace(
         profile, cluster=new, cells=tuple(cells), noise={},
-        curves=tuple(curve for curve in curves.values() if curve),
+        curves=_curves(profile, options, graph, num_rows, limits, new, now),
         overheads=tuple(_overheads(own[old.class_of[rank] if len(own) > 1 else 0],
                                    now.speeds[rank]) for rank in first)
         if (own := profile.overheads) else (),
@@ -60,8 +55,13 @@ def slowed(cluster: Cluster, now: Factors) -> Cluster:
     by_link: dict[float, list[int]] = {}
     for node, link in enumerate(now.links):
         by_link.setdefault(link, []).append(node)
-    zones = tuple(Zone(tuple(own)) for own in by_link.values()) if len(by_link) > 1 else UNSET
-    return replace(cluster, nodes=nodes, zones=cluster.zones or zones)
+    if cluster.zones or len(by_link) == 1:
+        return replace(cluster, nodes=nodes).with_network(min(now.links))
+    zones = tuple(Zone(tuple(own), across=cluster.across.slowed(1 / link))
+                  for link, own in by_link.items())
+    pairs = tuple(ZoneLink((a, b), slowest_of([x for x in (zones[a].across, zones[b].across) if x]))
+                  for a, b in combinations(range(len(zones)), 2))
+    return replace(cluster, nodes=nodes, zones=zones, links=pairs)
 
 
 def _group(mesh: Sequence[int], rank: int) -> range:
@@ -87,6 +87,19 @@ def _slower(cell: BlockCosts, number: int, speed: float, link: float) -> BlockCo
 def _overheads(own: Overheads, speed: float) -> Overheads:
     return replace(own, **{name: value / speed for name, value in asdict(own).items()
                            if name != "fixed_bytes"})
+
+
+def _curves(profile: Profile, options: Sequence[Option], graph: ModelGraph, num_rows: int,
+            limits: Constraints, new: Cluster, now: Factors) -> tuple[Curve, ...]:
+    """Of all that plans exchange on the new cluster, where groups may be of other kinds."""
+    found = candidates(options, graph, new.num_devices, num_rows, limits)
+    if not profile.curves or not found:
+        return ()
+    plans = probes(found, options, len(graph.blocks))
+    plans += unequal_probes(options, len(graph.blocks), new, num_rows, limits)
+    _, needs = needs_of(plans, graph, new, num_rows)
+    made = {(need.op, new.place(need.ranks)): _curve(profile, need, new, now) for need in needs}
+    return tuple(curve for curve in made.values() if curve)
 
 
 def _curve(profile: Profile, need: CurveNeed, new: Cluster, now: Factors) -> Curve | None:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ..errors import RunError
 from ..measure import detect
 from ..measure.again import look
-from ..measure.factors import Factors, Seen, compared
+from ..measure.factors import Factors, Look, compared
 from ..plan import Plan
 from ..policy import Other, Regret
 from ..run import optimizers
@@ -29,14 +29,14 @@ from ..search.reasons import Case
 from .replan import Asking, Priced, Question, name_of
 
 log = logging.getLogger("autopar_torch")
-Changes = Literal["off", "tell", "follow"]
+OnChange = Literal["off", "tell", "follow"]
 RARELY = 100  # times as long as a look takes passes before the next one
 SURE = 0.05  # by which predictions may be off: less than that is no gain
 REBUILD_S = 0.5  # of a move, beside its bytes, before one was made
 
 
-class Word(Struct, frozen=True):
-    """What rank 0 has all ranks do before a step; nothing while an optimizer has yet to step."""
+class Deed(Struct, frozen=True):
+    """What rank 0 has all ranks do before a step."""
 
     do: Literal["nothing", "look", "move"] = "nothing"
     plan: Plan | None = None
@@ -50,10 +50,10 @@ class Following:
         self.nodes = self.world.gather(detect.here().node)
         self.replanning = Replanning(parallel, case) if case and not self.world.rank else None
         # All that follows is of rank 0.
-        self.word, self.num_updates = Word(), 0
+        self.word, self.num_updates = Deed(), 0
         self.detector = Detector(self.world.size)
         self.suspect: Slowed | None = None
-        self.usual: Seen | None = None
+        self.usual: Look | None = None
         self.now = Factors((1.0,) * self.world.size, (1.0,) * len(set(self.nodes)))
         self.next_look_s = math.inf
 
@@ -63,7 +63,7 @@ class Following:
             return
         if heard.called:
             settle()
-            self._obey(self.world.told(self._said(), Word))
+            self._obey(self.world.told(self._said(), Deed))
         if self.world.rank:
             return
         found = self.detector.step(heard.computed_s, heard.waited_s, self.parallel.num_steps)
@@ -73,25 +73,25 @@ class Following:
             self.pace.calls = self.word.do != "nothing"
         self.num_updates = optimizers.num_steps(self.parallel.module)
 
-    def _said(self) -> Word:
+    def _said(self) -> Deed:
         """The word of rank 0. A plan changes between two steps of an optimizer only: before that,
         there may be a backward to come of what was computed under the old one."""
         if self.world.rank:
-            return Word()
+            return Deed()
         early = self.num_updates == optimizers.num_steps(self.parallel.module)
         if self.word.do == "move" and early:
-            return Word()
-        word, self.word, self.pace.calls = self.word, Word(), False
+            return Deed()
+        word, self.word, self.pace.calls = self.word, Deed(), False
         return word
 
-    def _next(self) -> Word:
+    def _next(self) -> Deed:
         first = self.usual is None and self.detector.ready
         if self.suspect or first or time.perf_counter() > self.next_look_s:
-            return Word("look")
+            return Deed("look")
         plan = self.replanning.wanted() if self.replanning else None
-        return Word("move", plan) if plan else Word()
+        return Deed("move", plan) if plan else Deed()
 
-    def _obey(self, word: Word) -> None:
+    def _obey(self, word: Deed) -> None:
         if word.plan is not None:
             self._move(word.plan)
         elif word.do != "nothing":
@@ -101,7 +101,7 @@ class Following:
 
     # --- rank 0 ---------------------------------------------------------------------------------
 
-    def _saw(self, seen: Seen) -> None:
+    def _saw(self, seen: Look) -> None:
         """What is usual, or what has changed since."""
         if self.usual is None:
             self.usual = seen

@@ -149,8 +149,8 @@ class Asking:
         try:
             self.answer = files.decode(said, list[Priced])
         except AutoparError as error:
-            last = errors.decode(errors="replace").strip().splitlines()[-1:]
-            self.failed = "; ".join(last) or str(error)
+            last = errors.decode(errors="replace").strip().splitlines()[-3:]
+            self.failed = " ".join(map(str.strip, last)) or str(error)
 
     def drop(self) -> None:
         """The answer is not wanted any more."""

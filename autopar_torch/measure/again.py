@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .factors import Seen, pairs
+from .factors import Look, pairs
 from .links import Places, barrier, computing
 from .speeds import windows
 
@@ -18,7 +18,7 @@ NUM_WINDOWS = 2
 BYTES, TIMES, LEAST_S = 1 << 17, 3, 0.03  # messages to another node and back
 
 
-def look(nodes: Sequence[str], places: Places, device: torch.device) -> Seen:
+def look(nodes: Sequence[str], places: Places, device: torch.device) -> Look:
     """All ranks call this; the same on all of them. `nodes`: the name of each rank's node."""
     start = time.perf_counter()
     work = computing(device)
@@ -29,7 +29,7 @@ def look(nodes: Sequence[str], places: Places, device: torch.device) -> Seen:
         barrier(places)
         sending.append(_there_and_back(pair, places.rank) if places.rank in pair else 0.0)
     everyone = places.gather((own, sending, time.perf_counter() - start))
-    return Seen(tuple(seconds for seconds, _, _ in everyone),
+    return Look(tuple(seconds for seconds, _, _ in everyone),
                 tuple(map(max, zip(*(column for _, column, _ in everyone), strict=True))),
                 everyone[0][2])
 

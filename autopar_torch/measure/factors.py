@@ -15,7 +15,7 @@ LEAST = 1e-4
 FEW_NODES = 4  # all pairs are looked at
 
 
-class Seen(Struct, frozen=True):
+class Look(Struct, frozen=True):
     """What one look saw."""
 
     computing_s: tuple[Seconds, ...]  # per rank, some work
@@ -42,7 +42,7 @@ def pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in zip(own, own[1:] + own[:1], strict=True)]
 
 
-def compared(nodes: Sequence[str], usual: Seen, now: Seen, known: Factors) -> Factors:
+def compared(nodes: Sequence[str], usual: Look, now: Look, known: Factors) -> Factors:
     """What is left of what was usual. What is the same for all ranks is no change of any of them:
     other work is there, and makes what they exchange slower too."""
     own = [a / b for a, b in zip(usual.computing_s, now.computing_s, strict=True)]

@@ -187,7 +187,7 @@ class Stopwatch:
             told = values.pop(NOTE)
         else:
             sums = values["loss"]
-            values["loss"] = sums[: like.numel()].clone().view_as(like)
+            values["loss"] = sums[: like.numel()].reshape(like.shape).clone()  # no view
             told = sums[like.numel() :]
         *seconds, called = told.tolist()
         half = len(seconds) // 2

@@ -69,6 +69,10 @@ class Lab:
         check_rate(rate_mbps)
         self._network.set_rate(ends, rate_mbps)
 
+    def set_link(self, name: str, *, up: bool) -> None:
+        """Cut a node off from the others, or join it to them again."""
+        self._network.set_up(name, up)
+
     def set_cpu_share(self, name: str, share: float) -> None:
         check_share(share)
         self._groups.set_share(name, share, len(usable_cores(self._nodes[name])))

@@ -47,6 +47,10 @@ class Network:
         else:
             self.fabric.batch("tc", [_bucket(f"t{links[0]}{side}", rate_mbps) for side in "ab"])
 
+    def set_up(self, name: str, up: bool) -> None:
+        """Plug a node's card in or out at its switch."""
+        self.fabric.batch("ip", [f"link set p{self.index[name]} {'up' if up else 'down'}"])
+
     def _set_card(self, name: str, rate_mbps: float | None) -> None:
         """Out of the node (at its card) and into it (at the switch)."""
         out = [_bucket("eth0", rate_mbps)]
