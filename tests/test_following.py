@@ -18,6 +18,7 @@ from autopar_torch.find.changed import changed
 from autopar_torch.find.replan import Asking, Priced, Question, answered, name_of
 from autopar_torch.measure.factors import Factors, Look, compared
 from autopar_torch.profile import Curve
+from autopar_torch.run import optimizers
 from autopar_torch.run.pace import NETWORK, Slowed
 from autopar_torch.search.unequal import fastest
 from autopar_torch.simulate.network import lookup
@@ -119,6 +120,23 @@ def test_a_process_of_its_own_answers_as_this_one() -> None:
     broken = Asking(files.decode(b"{}", dict))  # type: ignore[arg-type]
     broken._thread.join(60)
     assert broken.answer is None and "Question" in broken.failed
+
+
+def test_a_closure_is_within_a_step_of_its_optimizer() -> None:
+    optimizers.attend()
+    model, seen = torch.nn.Linear(2, 1), list[bool]()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        seen.append(optimizers.stepping(model))
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert seen and all(seen) and not optimizers.stepping(model)
+    assert optimizers.num_steps(model) == 1
 
 
 # --- ranks --------------------------------------------------------------------------------------

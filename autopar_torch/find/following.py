@@ -78,7 +78,8 @@ class Following:
         there may be a backward to come of what was computed under the old one."""
         if self.world.rank:
             return Deed()
-        early = self.num_updates == optimizers.num_steps(self.parallel.module)
+        module = self.parallel.module
+        early = self.num_updates == optimizers.num_steps(module) or optimizers.stepping(module)
         if self.word.do == "move" and early:
             return Deed()
         word, self.word, self.pace.calls = self.word, Deed(), False
@@ -88,6 +89,8 @@ class Following:
         first = self.usual is None and self.detector.ready
         if self.suspect or first or time.perf_counter() > self.next_look_s:
             return Deed("look")
+        if self.replanning and self.replanning.plan is not self.parallel.plan:
+            self.replanning.found_moved()
         plan = self.replanning.wanted() if self.replanning else None
         return Deed("move", plan) if plan else Deed()
 
@@ -160,18 +163,21 @@ class Replanning:
 
     def __init__(self, parallel: ParallelModel, case: Case) -> None:
         self.parallel, self.case = parallel, case
-        self.current = name_of(parallel.plan)
-        self.plans = {self.current: parallel.plan}
+        self.plan, self.current = parallel.plan, name_of(parallel.plan)
+        self.plans = {self.current: self.plan}
         self.asking: Asking | None = None
         self.priced: dict[str, Priced] = {}  # what steps take as machines are now
         self.regret, self.rebuild_s, self.since = Regret(), REBUILD_S, 0
-        self.now: Factors
+        self.now: Factors | None = None
 
-    def ask(self, now: Factors, since: int) -> None:
+    def ask(self, now: Factors | None, since: int) -> None:
         """For the best plan, beside training; until there is an answer nothing is weighed."""
         if self.asking:
             self.asking.drop()
+            self.asking = None
         self.priced, self.since, self.now = {}, since, now
+        if now is None:  # nothing has changed yet
+            return
         plans = {self.current: self.plans[self.current]} | self.plans
         case = self.case
         self.asking = Asking(Question(case.graph, tuple(case.options), case.profile, case.num_rows,
@@ -219,5 +225,12 @@ class Replanning:
                  new.move_s + self.rebuild_s, new.step_s, old.step_s)
         self.rebuild_s = max(0.0, seconds - new.move_s)
         self.regret = self.regret.moved(self.current, name, seconds)
-        self.current = name
+        self.plan, self.current = self.parallel.plan, name
         self.ask(self.now, self.parallel.num_steps)  # what moving from here would take
+
+    def found_moved(self) -> None:
+        """The script itself has called `model.move`."""
+        self.plan, self.regret = self.parallel.plan, Regret()
+        self.current = name_of(self.plan)
+        self.plans[self.current] = self.plan
+        self.ask(self.now, self.parallel.num_steps)

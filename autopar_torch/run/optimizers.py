@@ -29,6 +29,7 @@ NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # their state that is 
 _known: WeakSet[Optimizer] = WeakSet()
 _met: list[ref[Optimizer]] = []  # in the order in which they first stepped, or were loaded
 _taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps since it is known
+_stepping: WeakSet[Optimizer] = WeakSet()  # whose step() has begun
 _plain: list[tuple[Tensor, type]] = []  # during a step: what it was before
 _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has nothing of
 
@@ -80,6 +81,11 @@ def num_steps(module: nn.Module) -> int:
     return sum(_taken.get(optimizer, 0) for optimizer in of(module))
 
 
+def stepping(module: nn.Module) -> bool:
+    """Whether one of them is in the middle of a step, whose closure calls the model."""
+    return any(optimizer in _stepping for optimizer in of(module))
+
+
 def state_bytes(module: nn.Module) -> int:
     """Of what they keep on this rank, in tensors."""
     kept = (value for optimizer in of(module) for state in optimizer.state.values()
@@ -92,6 +98,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     restore()
     ours = _ours(optimizer)
     learn(optimizer)
+    _stepping.add(optimizer)
     if not ours:
         return
     # A closure is the script's: it has to see whole tensors. step(optimizer, closure)
@@ -105,6 +112,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = bool(_plain)
     _taken[optimizer] = _taken.get(optimizer, 0) + 1
+    _stepping.discard(optimizer)
     restore()
     if stepped:
         with plainly():

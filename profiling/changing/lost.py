@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(ROOT / "examples" / "elastic.py")
-MARK = "AUTOPAR_PROFILING_NODE"  # in the environment of all processes of a node
+MARK = "LOST_NODE"  # in the environment of all processes of a node
 HEAD, PORT = "n0", 29400
 PAUSE_S, STEPS_EACH = 0.3, 14  # of training; steps of the run for each event
 WAIT_S, RANK_S, CUT_S = 240.0, 30.0, 90.0  # until steps are made again: at most, and the targets
