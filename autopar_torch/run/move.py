@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import RunError
+from ..measure import quotas
 from ..shard.transfers import transfers
 from . import optimizers, plainly as values
 from .optimizers import ELEMENTWISE, NUMBERS
@@ -225,13 +226,14 @@ def _refuse_too_large(mover: _Mover, found: Everything) -> int:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Of this rank's device; of a machine's memory an equal share."""
+    """Of this rank's device; of what a machine or a control group has left an equal share."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     info = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text() if info.exists() else "")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(found[1]) * 1024 / ranks if found else math.inf
+    machine = int(found[1]) * 1024 / ranks if found else math.inf
+    return min(machine, quotas.group_bytes() / ranks - quotas.used_bytes(), quotas.own_bytes())
 
 
 # --- the end ----------------------------------------------------------------------------------
