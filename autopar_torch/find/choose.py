@@ -25,7 +25,7 @@ from ..run.world import World
 from ..search.best import KEPT, SAFETY, Choice, Result, varied
 from ..search.space import Constraints
 from ..search.unequal import fastest, gives_unequal
-from ..simulate import simulate
+from ..simulate import DRAWS, simulate
 from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
@@ -34,19 +34,19 @@ from .session import cluster_of
 
 Noun = TypeVar("Noun", Known, Result)
 log = logging.getLogger("autopar_torch")
-DRAWS = 7  # simulated steps, whose computing times vary as measured
 
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, limits: Constraints,
-           kept: int = KEPT) -> Result:
-    """The fastest plan for this batch on these ranks, and the next, the same on every rank."""
+           kept: int = KEPT) -> tuple[Result, Known]:
+    """The fastest plan for this batch on these ranks, and the next, the same on every rank; and
+    what they were chosen by."""
     cluster = cluster_of(world, traced.graph)
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)
     with world.doing("searching"):
-        return world.by_first(Result, lambda: found_before(traced.graph, known, call.num_rows,
-                                                            limits, kept))
+        return world.by_first(Result, lambda: found_before(
+            traced.graph, known, call.num_rows, limits, kept)), known
 
 
 def found_before(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,

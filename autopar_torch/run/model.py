@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from .. import files
 from ..errors import RunError
 from ..guards import Guards
-from ..model import ModelGraph
-from ..plan import IDLE, Plan, Replica, check, load_plan, peers
+from ..plan import IDLE, Plan, Replica, check, load_plan
+from ..report import page, story
 from ..search.best import Result
-from ..shard.holdings import axis_ranks
+from ..search.reasons import Case
+from ..shard.holdings import axis_groups
 from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
@@ -78,6 +79,7 @@ class ParallelModel(nn.Module):
         self.pace = Stopwatch(world, every) if Stopwatch.watches(world, every) else None
         self.recorder: Recorder | Stopwatch | Silent = self.pace or SILENT
         self.found: Result | None = None  # the search behind the plan, if there was one
+        self.case: Case | None = None  # and all that it depended on
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self._writing: Writing | None = None
         self.num_steps = 0  # of training that have begun
@@ -223,7 +225,7 @@ class ParallelModel(nn.Module):
 
     def _made(self, traced: Traced, plan: Plan) -> Program:
         """An error while it is made on one rank is one on all, as the others would wait for it."""
-        self.world.make_groups(_axis_groups(plan, traced.graph))
+        self.world.make_groups(axis_groups(plan, traced.graph))
         return self.world.jointly(lambda: Program(
             traced, plan, self.own(plan), self.store, self.burnt))
 
@@ -272,6 +274,15 @@ class ParallelModel(nn.Module):
             runs.append(joined(self.world.gather(recorder.result())))
         self.recorder = self.pace or SILENT
         return min(runs, key=lambda timeline: timeline.step_s)
+
+    def report(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """A page about the plan; with a batch, beside a real step on it. All ranks must call it."""
+        if self.fallback_reason:
+            raise RunError("the module was not traced, so there is nothing to report",
+                           where=self.fallback_reason)
+        measured = self.measure(*args, **kwargs) if args or kwargs else None
+        self.world.jointly(lambda: self.world.rank or page.write(story.told(
+            self.plan, self.graph, self._first[1].num_rows, self.case, self.found, measured), path))
 
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""
@@ -437,14 +448,3 @@ class ParallelModel(nn.Module):
 
 def _frozen(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
-
-
-def _axis_groups(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
-    """Every group of the tensor axes, and of ranks that join statistics of batches."""
-    groups = []
-    for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        for rank in stage.devices:
-            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-            groups += {peers(plan, graph, block, rank)[0]
-                       for block in range(*(stage.blocks or (0, 0)))}
-    return [tuple(sorted(g)) for g in groups if g]
