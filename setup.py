@@ -16,7 +16,7 @@ setup(
         "autopar_torch.hardware",  # data only: datasheets.py reads it from either place
     ],
     package_dir={"autopar_torch.hardware": "profiling/hardware"},
-    package_data={"autopar_torch": ["py.typed", "shard/*.json"],
+    package_data={"autopar_torch": ["py.typed", "shard/*.json", "report/*.css"],
                   "autopar_torch.hardware": ["*.json", "networks/*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
     install_requires=["torch>=2.13.0", "numpy", "msgspec", "safetensors"],

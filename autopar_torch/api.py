@@ -26,6 +26,7 @@ from .run import agree, doors, fallback, shardings, tracing, verify, world
 from .run.materialize import full_values
 from .run.model import ParallelModel
 from .run.randomness import untouched
+from .run.training_log import TrainingLog as TrainingLog
 from .search.best import KEPT, Result
 from .search.explain import summary
 from .search.reasons import Case

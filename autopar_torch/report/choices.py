@@ -10,6 +10,8 @@ from ..search.reasons import Case, time_parts, variants
 from .story import Section, Story, TextTable
 from .units import size, time
 
+SIMPLER = "which knows nothing of shared cores and links, or of how times vary"
+
 
 def candidates(story: Story) -> Section | None:
     """The plans that came close, and on what they lose."""
@@ -28,6 +30,8 @@ def candidates(story: Story) -> Section | None:
     if found.measured:
         says.append("Confirmed by real steps, in this order: "
                     + ", ".join(time(s) for s in found.measured))
+    if not story.case.profile.assumed:
+        says.append(f"The steps are simulated; where their time goes, the search says, {SIMPLER}.")
     return Section("candidates", "The candidates, and why they lost", says, TextTable(head, rows))
 
 
@@ -37,9 +41,13 @@ def otherwise(story: Story) -> Section | None:
         return None
     if story.found.plan != story.plan:
         return None
+    base = story.found.best if story.case.profile.assumed else story.case.best().best
     rows = [(v.change, "" if v.slower is None else f"{v.slower:+.1%}", v.said)
-            for v in variants(story.case, story.found.best)]
+            for v in variants(story.case, base)]
     says = ["The best plan with one choice made otherwise and the rest searched for again."]
+    if not story.case.profile.assumed:
+        says.append(f"By the search alone, {SIMPLER}; its own best takes {time(base.step_s)}: "
+                    f"{short(base.plan)}.")
     return Section("otherwise", "What another choice would cost", says,
                    TextTable(("choice", "step", "plan"), rows))
 

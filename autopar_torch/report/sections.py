@@ -170,7 +170,7 @@ def axis_times(story: Story, timeline: Timeline) -> dict[str, tuple[float, float
 def _sources(profile: Profile) -> Iterator[tuple[str, str, str]]:
     devices = {(d.name, d.source): d for d in profile.cluster.devices}
     for (name, source), d in devices.items():
-        yield (name, source, f"{d.flops_per_s / 1e12:,.1f} TFLOP/s, "
+        yield (name, source, f"{d.flops_per_s / 1e9:,.0f} GFLOP/s, "
                f"{d.memory_bytes_per_s / 1e9:,.0f} GB/s, {size(d.memory_bytes)}")
     cells = Counter(c.source for c in profile.cells)
     for source in SOURCES:
