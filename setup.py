@@ -10,6 +10,8 @@ setup(
     description="One line, and a PyTorch model trains on whatever machines it was started on.",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["autopar_torch", "autopar_torch.*"]),
