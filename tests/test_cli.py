@@ -243,6 +243,21 @@ def test_diff_names_what_differs_and_what_it_costs(
     assert main(["diff", *two, *given, "--pin", "tp=2"]) == 4
 
 
+def test_the_same_question_gives_the_same_bytes(given: list[str], tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        assert main(["plan", *given, "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "estimate"])
+def test_what_is_printed_holds_nothing_that_a_terminal_would_obey(
+    command: str, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *given]) == 0
+    told = capsys.readouterr()
+    assert all(c.isprintable() or c == "\n" for c in told.out + told.err)
+
+
 def test_report_writes_a_page_or_tables(
     given: list[str], two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

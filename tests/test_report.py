@@ -23,7 +23,7 @@ from autopar_torch.report.blocks import split_block
 from autopar_torch.report.gantt import COLOURS
 from autopar_torch.report.sections import axis_times, sections
 from autopar_torch.report.story import Story, groups, runs
-from autopar_torch.timeline import Timeline
+from autopar_torch.timeline import COMPUTE, Span, Timeline
 
 CHROMIUM = shutil.which("chromium")
 LIMITED = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
@@ -166,6 +166,14 @@ def test_a_measured_step_stands_beneath_the_predicted_one() -> None:
     shown = page.page(both, "")
     assert shown.index("simulated: ") < shown.index("measured: ")
     assert "A real step took" in told(both) and "predicted are" in told(both)
+
+
+def test_of_many_ranks_that_differ_some_are_shown_and_how_many_is_said() -> None:
+    spans = tuple(Span(rank, COMPUTE, "0F0", 0.0, 1.0 + rank) for rank in range(30))
+    story = Story(ap.Plan.uniform(dp=30), split().graph, 30, measured=Timeline(spans, 30.0))
+    shown = page.page(story, "")
+    assert shown.count('class="lane"') == 24
+    assert shown.count("Shown are 24 of 30 groups of ranks") == 2  # by the picture, by the table
 
 
 def test_numbers_in_a_row_are_shortened() -> None:

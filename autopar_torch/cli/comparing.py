@@ -25,8 +25,7 @@ def report(options: argparse.Namespace) -> int:
 
     measured = files.load(options.measured, Timeline) if options.measured else None
     refuse_said(options, "precision")
-    given = asked(options)
-    del given["precision"]
+    given = {name: value for name, value in asked(options).items() if name != "precision"}
     story = api.report(options.out, options.plan, *model_of(options), place(options),
                        measured=measured, **given)
     if options.json:

@@ -15,14 +15,13 @@ SIMPLER = "which knows nothing of shared cores and links, or of how times vary"
 
 def candidates(story: Story) -> Section | None:
     """The plans that came close, and on what they lose."""
-    if not story.found or not story.case:
+    found, given = story.found, story.predicted
+    if not found or not given or not story.case:
         return None
-    found, others = story.found, [c for c in story.found.choices if c.plan != story.plan]
-    given = story.predicted.step_s if story.predicted else found.step_s
-    first = next((c for c in found.choices if c.plan == story.plan), None)
-    mine = Choice(story.plan, given, max((m.peak_bytes for m in story.predicted.memory), default=0)
-                  if story.predicted else 0) if first is None else first
-    head = ("plan", "step", "against this", "memory per device", "where the time goes")
+    others = [c for c in found.choices if c.plan != story.plan]
+    mine = next((c for c in found.choices if c.plan == story.plan), None) or Choice(
+        story.plan, given.step_s, max(m.peak_bytes for m in given.memory))
+    head = ("plan", "step", "against this", "memory, by the search", "where the time goes")
     rows = [_row(story.case, choice, mine) for choice in (mine, *others)]
     dropped = ", ".join(f"{count:,} by {rule}" for rule, count in found.discarded.items() if count)
     says = [f"{found.considered:,} candidates were considered, {found.priced:,} cuts into stages "

@@ -7,7 +7,7 @@ from html import escape
 
 from ..timeline import COMM, COMPUTE, Span, Timeline
 from . import phases
-from .sections import MOST_ROWS
+from .sections import MOST_ROWS, left_out
 from .story import Story, groups
 from .units import time
 
@@ -28,12 +28,14 @@ def drawn(story: Story) -> str:
 
 def chart(story: Story, timeline: Timeline, longest_s: float) -> str:
     """One timeline: its groups of ranks, and the time beneath."""
+    own = groups(story, timeline)
     rows = [f'<div class="lane"><p>{escape(group.label)}</p>'
             f'{lane(group.spans, COMPUTE, longest_s)}{lane(group.spans, COMM, longest_s)}</div>'
-            for group in groups(story, timeline)[:MOST_ROWS]]
+            for group in own[:MOST_ROWS]]
     ticks = "".join(f"<span>{time(longest_s * k / 4) if k else '0'}</span>" for k in range(5))
-    return (f'<figure><figcaption>{escape(timeline.source)}: {time(timeline.step_s)}'
-            f'</figcaption>{"".join(rows)}<div class="ticks">{ticks}</div></figure>')
+    caption = f"{escape(timeline.source)}: {time(timeline.step_s)}.{left_out(len(own))}"
+    return (f'<figure><figcaption>{caption}</figcaption>{"".join(rows)}'
+            f'<div class="ticks">{ticks}</div></figure>')
 
 
 def lane(spans: Sequence[Span], stream: str, longest_s: float) -> str:

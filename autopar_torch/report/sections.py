@@ -55,7 +55,7 @@ def step(story: Story) -> Section | None:
     head = ("ranks", "rows", "computing", "exchange hidden", "exchange waited for", "idle")
     rows = [(g.label, f"{g.rows:,}", *_shares(g)) for g in own[:MOST_ROWS]]
     says = [f"A step of {time(timeline.step_s)}, {timeline.source}. Ranks that do the same at the "
-            "same time are one row." + _left_out(len(own), "groups of ranks")]
+            "same time are one row." + left_out(len(own))]
     if story.measured and story.predicted:
         says.append("Beneath it: a measured step, the quickest of those that were tried. The "
                     "optimizer is the caller's, so its update is in the prediction only.")
@@ -74,7 +74,7 @@ def memory(story: Story) -> Section | None:
     says = ["Predicted bytes at the peak of a step. `working` is what operators need for a moment, "
             "`buffers` holds messages (gradients that travel among them), `fixed` is what the "
             "device's own software takes. A plan is chosen only if its peak and 4 % more fit."
-            + _left_out(len(own), "groups of ranks")]
+            + left_out(len(own))]
     return Section("memory", "Memory of each rank", says, TextTable(head, rows))
 
 
@@ -130,9 +130,9 @@ def _fits(story: Story) -> str:
     if not shares:
         return ""
     share, rank = max(shares, key=lambda found: (found[0], -found[1]))
-    word = "it fits" if share <= 1 else "it does NOT fit"
-    return (f"{word}: the fullest device, rank {rank}, takes {size(peaks[rank].peak_bytes)} of "
-            f"{size(story.limit_bytes((rank,)))} ({share:.0%}).")
+    return (f"it {'fits' if share <= 1 else 'does NOT fit'}: the fullest device, rank {rank}, "
+            f"takes {size(peaks[rank].peak_bytes)} of {size(story.limit_bytes((rank,)))} "
+            f"({share:.0%}).")
 
 
 def _beside(story: Story, measured: Timeline) -> str:
@@ -191,6 +191,7 @@ def _sources(profile: Profile) -> Iterator[tuple[str, str, str]]:
         yield name, "measured, uncertain", f"error of the median {error:.0%}"
 
 
-def _left_out(count: int, what: str) -> str:
-    return f" Shown are {MOST_ROWS} of {count:,} {what}." if count > MOST_ROWS else ""
+def left_out(count: int) -> str:
+    """Of groups of ranks."""
+    return f" Shown are {MOST_ROWS} of {count:,} groups of ranks." if count > MOST_ROWS else ""
 

@@ -60,8 +60,8 @@ class TrainingLog:
             peak = self.peak or _peak(model.plan.precision)
             shown.append(f"tflops: {rate / 1e12:.3g}")
             shown += [f"mfu: {rate / peak:.1%}"] if peak else []
-        found = model.found
-        beside = f" (predicted {found.step_s:.3f}s)" if found and found.plan == model.plan else ""
+        told = model.found if model.found and model.found.plan == model.plan else None
+        beside = f" (predicted {told.step_s:.3f}s)" if told else ""
         return [*shown, f"step_time: {step_s:.3f}s{beside}"]
 
     def _flops(self) -> float:
