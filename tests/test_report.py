@@ -154,7 +154,7 @@ def test_a_model_reports_a_measured_step_and_that_nothing_was_predicted(tmp_path
     assert "A real step took" in shown and "Nothing is predicted" in shown
     assert shown.count('class="compute"') == 1 and COLOURS["backward"] in shown
     with pytest.raises(ap.AutoparError, match="cannot write"):
-        model.report(tmp_path / "no folder" / "report.html")
+        model.report(tmp_path / "report.html" / "below.html")
 
 
 def test_a_measured_step_stands_beneath_the_predicted_one() -> None:

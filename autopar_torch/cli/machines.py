@@ -37,7 +37,8 @@ def _environment() -> list[tuple[str, str]]:
     import torch
 
     rows = [("python", platform.python_version()), ("system", platform.platform())]
-    rows += [(name, version) for name in PACKAGES if (version := _version(name))]
+    there = {package.name: package.version for package in metadata.distributions()}
+    rows += [(name, there[name]) for name in PACKAGES if name in there]
     rows += [("cuda of torch", str(torch.version.cuda)), ("CPU cores", str(os.cpu_count()))]
     for k in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(k)
@@ -47,13 +48,6 @@ def _environment() -> list[tuple[str, str]]:
                               timeout=60, check=False)
         rows.append(("links", "\n" + done.stdout))
     return rows + sorted((n, v) for n, v in os.environ.items() if n.startswith(SETTINGS))
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -31,10 +31,11 @@ def write(story: Story, path: str | os.PathLike[str], title: str = "A plan of au
     """The page as a file; its path."""
     text = page(story, title)
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise FileError(f"cannot write the report: {error}", where=str(path),
-                        fix="name a file in a folder that is there") from error
+                        fix="name a file that you can write") from error
     return Path(path)
 
 
