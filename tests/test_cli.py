@@ -299,6 +299,12 @@ def test_validate_refuses_a_plan_that_cannot_run(
     assert main(["validate", str(tmp_path / "none.json")]) == 4
 
 
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m autopar_torch env | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+    assert not done.stderr
+
+
 def test_env_is_a_block_of_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoparError as error:
         print(plain(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or `autopar ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written has no reader
         return 130
 
 

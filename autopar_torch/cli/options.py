@@ -140,12 +140,12 @@ def save(value: Any, options: argparse.Namespace) -> None:
 
 
 def show(value: Any) -> int:
-    print(json.dumps(value, indent=1))
+    print(json.dumps(value, indent=1), flush=True)
     return 0
 
 
 def lines(rows: Iterable[str]) -> int:
-    print(plain("\n".join(rows)))
+    print(plain("\n".join(rows)), flush=True)
     return 0
 
 
