@@ -10,13 +10,15 @@ setup(
     description="One line, and a PyTorch model trains on whatever machines it was started on.",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["autopar_torch", "autopar_torch.*"]),
         "autopar_torch.hardware",  # data only: datasheets.py reads it from either place
     ],
     package_dir={"autopar_torch.hardware": "profiling/hardware"},
-    package_data={"autopar_torch": ["py.typed", "shard/*.json"],
+    package_data={"autopar_torch": ["py.typed", "shard/*.json", "report/*.css"],
                   "autopar_torch.hardware": ["*.json", "networks/*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
     install_requires=["torch>=2.13.0", "numpy", "msgspec", "safetensors"],

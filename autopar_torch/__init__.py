@@ -10,16 +10,16 @@ from .errors import AutoparError
 from .guards import Guards
 from .plan import Plan, load_plan
 
-VERBS = ("measure", "parallelize", "plan", "simulate")
-for room in ("measure", "plan", "simulate"):  # loaded now, so that they never hide a verb later
+VERBS = ("TrainingLog", "measure", "parallelize", "plan", "report", "simulate")
+for room in ("measure", "plan", "report", "simulate"):  # now, so that they never hide a verb later
     import_module(f"{__name__}.{room}")
     del globals()[room]
 
 if TYPE_CHECKING:
-    from .api import measure, parallelize, plan, simulate
+    from .api import TrainingLog, measure, parallelize, plan, report, simulate
 
-__all__ = ["AutoparError", "Cluster", "Guards", "Plan", "load_plan", "measure", "parallelize",
-           "plan", "simulate"]
+__all__ = ["AutoparError", "Cluster", "Guards", "Plan", "TrainingLog", "load_plan", "measure",
+           "parallelize", "plan", "report", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from . import files
 from .cluster import Cluster
-from .errors import PlanError, TraceError
-from .find import changing, choose, following, measuring, offline, session
+from .errors import PlanError, SearchError, TraceError
+from .find import changing, choose, following, honoured, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
 from .history import History
 from .limits import Count, Index, Seconds
 from .plan import Plan, Precision, check, load_plan
 from .profile import QUICK_S
+from .report import page, story
 from .run import agree, doors, fallback, shardings, tracing, verify, world
 from .run.materialize import full_values
 from .run.model import ParallelModel
 from .run.randomness import untouched
+from .run.training_log import TrainingLog as TrainingLog
 from .search.best import KEPT, Result
 from .search.explain import summary
 from .search.reasons import Case
@@ -36,7 +38,6 @@ from .trace.call import Call, take_apart
 from .trace.form import LossFn
 
 log = logging.getLogger("autopar_torch")
-FIELDS = Constraints.__struct_fields__
 Batch = Mapping[str, Any] | Sequence[Any]
 Given = Constraints | Mapping[str, Any] | None
 Changes = History | str | os.PathLike[str]
@@ -92,9 +93,10 @@ def parallelize(
     limits = _limits(constraints)
     given = None if plan is None and size > 1 else _read_plan(plan, place, limits)
     if plan is not None:
-        _tell_unused(place, limits, confirm, Constraints(), "a plan is given")
+        honoured.tell_unused(place, limits, confirm, Constraints(), "a plan is given")
     elif given is not None:
-        _tell_unused(place, limits, confirm, _done_alone(limits), "there is one process")
+        honoured.tell_unused(place, limits, confirm, honoured.done_alone(limits),
+                             "there is one process")
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         with untouched(device):
@@ -137,23 +139,45 @@ def plan(
     of one), or holds what was measured on them (from `measure`, or its file). `global_batch_size`
     is the number of rows of a step, by default those of `example_inputs`.
     """
-    asked = case(model, example_inputs, cluster, global_batch_size=global_batch_size,
-                 precision=precision, constraints=constraints, loss_fn=loss_fn,
-                 batch_dim=batch_dim)
-    known = measuring.Known(tuple(asked.options), asked.profile)
-    return choose.best(asked.graph, known, asked.num_rows, asked.limits)
+    return _best(_cased(model, example_inputs, cluster, global_batch_size, precision, constraints,
+                        loss_fn, batch_dim)[1])
 
 
 def case(model: nn.Module, example_inputs: Batch, cluster: offline.Where, *,
          global_batch_size: int | None = None, precision: Precision | None = None,
          constraints: Given = None, loss_fn: LossFn | None = None, batch_dim: int = 0) -> Case:
     """The search that `plan` makes, kept so that `why` can repeat it with something changed."""
-    limits = _limits(constraints, precision)
-    traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size,
-                               batch_dim)
-    limits = _possible(limits, traced, tell=True)
-    known = offline.known_of(traced, num_rows, cluster, limits)
-    return Case(traced.graph, known.options, known.profile, num_rows, limits)
+    return _cased(model, example_inputs, cluster, global_batch_size, precision, constraints,
+                  loss_fn, batch_dim)[1]
+
+
+def report(
+    path: str | os.PathLike[str] | None,
+    plan: Result | Plan | str | os.PathLike[str],
+    model: nn.Module,
+    example_inputs: Batch,
+    cluster: offline.Where,
+    *,
+    measured: Timeline | None = None,
+    global_batch_size: int | None = None,
+    constraints: Given = None,
+    loss_fn: LossFn | None = None,
+    batch_dim: int = 0,
+) -> story.Story:
+    """A page about a plan on machines that need not be here (as in `plan`): its step, its memory,
+    and what else was considered. `plan`: what `ap.plan` gave, or any plan. Without a `path` only
+    what the page would tell is returned."""
+    given = plan.plan if isinstance(plan, Result) else _given(plan)
+    traced, asked = _cased(model, example_inputs, cluster, global_batch_size, given.precision,
+                           constraints, loss_fn, batch_dim)
+    found = plan if isinstance(plan, Result) else _beside(asked)
+    whole, profile = given, asked.profile
+    if found is None or given != found.plan:
+        whole, profile = offline.profile_for(given, traced, asked.num_rows, cluster)
+    told = story.told(whole, traced.graph, asked.num_rows, asked, found, measured, profile)
+    if path is not None:
+        page.write(told, path)
+    return told
 
 
 @overload
@@ -198,7 +222,7 @@ def simulate(
             changes, History) else files.load(changes, History)
         traced, num_rows = _traced(model, example_inputs, loss_fn, limits, global_batch_size,
                                    batch_dim)
-        limits = _possible(limits, traced, tell=True)
+        limits = honoured.possible(limits, traced, tell=True)
         price = files.checked(moving or changing.Moving(), changing.Moving, "moving")
         return changing.replay(traced, num_rows, place, limits, history, price)
     if moving or precision or constraints:
@@ -253,6 +277,31 @@ def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Co
     return own(call, True, ("loss",)), num_rows or call.num_rows
 
 
+def _cased(model: nn.Module, example: Batch, cluster: offline.Where, num_rows: int | None,
+           precision: Precision | None, constraints: Given, loss_fn: LossFn | None,
+           batch_dim: int) -> tuple[Traced, Case]:
+    """The model and the search that was asked for."""
+    limits = _limits(constraints, precision)
+    traced, rows = _traced(model, example, loss_fn, limits, num_rows, batch_dim)
+    limits = honoured.possible(limits, traced, tell=True)
+    known = offline.known_of(traced, rows, cluster, limits)
+    return traced, Case(traced.graph, known.options, known.profile, rows, limits)
+
+
+def _best(asked: Case) -> Result:
+    known = measuring.Known(tuple(asked.options), asked.profile)
+    return choose.best(asked.graph, known, asked.num_rows, asked.limits)
+
+
+def _beside(asked: Case) -> Result | None:
+    """What the search finds beside a plan that is given: it may be nothing."""
+    try:
+        return _best(asked)
+    except SearchError as error:
+        log.info("no other plan beside this one: %s", error)
+        return None
+
+
 def _as_call(example: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
         return (), dict(example)
@@ -265,7 +314,7 @@ def _as_call(example: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _read_plan(plan: GivenPlan, place: world.World, limits: Constraints) -> Plan:
     """A plan that fits the world, on every rank, or an error on every rank."""
     def read() -> Plan:
-        chosen = _unsplit(limits) if plan is None else _given(plan)
+        chosen = honoured.unsplit(limits) if plan is None else _given(plan)
         check(chosen, place.size)
         return chosen
 
@@ -293,46 +342,6 @@ def _limits(given: Given, precision: Precision | None = None) -> Constraints:
     return files.checked(replace(limits, precision=precision), Constraints, "precision")
 
 
-def _possible(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
-    """One replica where ops look at several rows at once, and all forwards before any backward
-    where the loss is made outside of the model, whatever was asked for."""
-    alone, outside = traced.graph.unjoined, "loss" not in traced.outputs
-    if alone and tell:
-        asked = limits.dp not in (None, 1)
-        log.log(logging.WARNING if asked else logging.INFO,
-                "%s, as the rows of the batch depend on each other: %s",
-                f"not honoured: dp={limits.dp}" if asked else "no data parallelism is looked at",
-                traced.graph.coupling())
-    if outside and tell and limits.schedule not in (None, "gpipe"):
-        log.warning("not honoured: schedule=%s, as the model returns no loss", limits.schedule)
-    return replace(limits, dp=1 if alone else limits.dp,
-                   schedule="gpipe" if outside else limits.schedule)
-
-
-def _unsplit(limits: Constraints) -> Plan:
-    """What one process does of what was asked for."""
-    plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
-                        recompute=bool(limits.recompute), precision=limits.precision,
-                        grad_dtype=limits.grad_dtype)
-    return replace(plan, reason="one process")
-
-
-def _done_alone(limits: Constraints) -> Constraints:
-    """What `_unsplit` does of what was asked."""
-    return replace(limits, tp=1, pp=1, dp=1, zero=0, memory_bytes=None, rings="never")
-
-
-def _tell_unused(place: world.World, limits: Constraints, confirm: int, done: Constraints,
-                 why: str) -> None:
-    """Warn of what was asked of a search, if there is no search and it is not done anyway."""
-    usual = Constraints()
-    done = replace(done, batch_statistics=limits.batch_statistics)  # tracing honours it
-    names = [n for n in FIELDS if getattr(limits, n) not in (getattr(usual, n), getattr(done, n))]
-    names += ["confirm"] if confirm else []
-    if names and place.rank == 0:
-        log.warning("not honoured, as %s: %s", why, ", ".join(names))
-
-
 # --- from a plan to training ----------------------------------------------------------------------
 
 
@@ -353,24 +362,22 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
         _untraced(parallel, given, asked, error, call, tensors)
-        _follow(parallel, None, asked.changes)
+        _follow(parallel, asked.changes)
         return
-    case = None
-    if given is None:
-        plan, case = _find(parallel, call, tensors, traced, asked)
-    else:
-        plan = shardings.agreed(parallel.world, given, traced, call.num_rows)
+    plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
+        parallel.world, given, traced, call.num_rows)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
-    _follow(parallel, case, asked.changes)
+    _follow(parallel, asked.changes)
     if parallel.world.rank == 0:
         _tell(plan, traced, parallel.world.size)
 
 
-def _follow(parallel: ParallelModel, case: Case | None, changes: following.OnChange) -> None:
+def _follow(parallel: ParallelModel, changes: following.OnChange) -> None:
     """From now on changes of the machines are noticed."""
     untraced, pace, follows = parallel.fallback_reason, parallel.pace, changes == "follow"
+    case = parallel.case
     if pace is not None and not untraced:
         parallel.between = following.Following(parallel, pace, case if follows else None)
     why = ("there is one process" if parallel.world.size == 1 else
@@ -391,30 +398,31 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, erro
         ) from error
     place = parallel.world
     if given is None:
-        done = replace(_done_alone(asked.limits), dp=place.size, num_micro_batches=1,
+        done = replace(honoured.done_alone(asked.limits), dp=place.size, num_micro_batches=1,
                        recompute=False, grad_dtype="float32")
-        _tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
+        honoured.tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
     plan = given or replace(Plan.uniform(dp=place.size, precision=asked.limits.precision),
                             reason="it cannot be traced")
     fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source, call, tensors)
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
-          asked: _Request) -> tuple[Plan, Case]:
+          asked: _Request) -> Plan:
     """Measure and search; the best plans are tried if asked for."""
     place = parallel.world
-    limits = _possible(asked.limits, traced, tell=place.rank == 0)
+    limits = honoured.possible(asked.limits, traced, tell=place.rank == 0)
     buffers = dict(parallel.module.named_buffers())
     found, known = choose.choose(traced, call, tensors, buffers, place, parallel.device, limits,
-                          max(KEPT, asked.confirm))
+                                 max(KEPT, asked.confirm))
     for plan in (choice.plan for choice in found.choices):
         shardings.check(plan, traced)  # a plan from the cache is checked like any other file
     if asked.confirm > 0:
         found = confirmed(parallel, found, asked.confirm, traced, call, tensors)
     parallel.found = found
+    parallel.case = Case(traced.graph, known.options, known.profile, call.num_rows, limits)
     if place.rank == 0:
         log.info("%s", summary(found))
-    return found.plan, Case(traced.graph, known.options, known.profile, call.num_rows, limits)
+    return found.plan
 
 
 def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:

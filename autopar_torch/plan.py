@@ -384,7 +384,8 @@ def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:
                             where=f"{where}[{s}].blocks")
         end = last
     if end != num_blocks:
-        raise PlanError(f"the stages end at block {end}, the model at {num_blocks}", where=where)
+        raise PlanError(f"the stages end at block {end}, the model at {num_blocks}", where=where,
+                        fix="is it the plan of another model? else cover every block")
     stages = (msgspec.structs.replace(s, blocks=b)
               for s, b in zip(replica.stages, given, strict=True))
     return msgspec.structs.replace(replica, stages=tuple(stages))

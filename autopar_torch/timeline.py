@@ -72,8 +72,8 @@ class Timeline(Struct, frozen=True, forbid_unknown_fields=True):
         mine = self.of(rank)
         compute = merged(s for s in mine if s.stream == COMPUTE)
         comm = merged(s for s in mine if s.stream == COMM)
-        both = _length(compute) + _length(comm) - _length(_union([*compute, *comm]))
-        return Parts(_length(compute), _length(comm), both, self.step_s)
+        both = length(compute) + length(comm) - length(union([*compute, *comm]))
+        return Parts(length(compute), length(comm), both, self.step_s)
 
     @property
     def ranks(self) -> list[int]:
@@ -85,10 +85,11 @@ Interval = tuple[float, float]
 
 def merged(spans: Iterable[Span]) -> list[Interval]:
     """The intervals in which at least one of the spans is under way."""
-    return _union([(s.start_s, s.end_s) for s in spans])
+    return union([(s.start_s, s.end_s) for s in spans])
 
 
-def _union(intervals: list[Interval]) -> list[Interval]:
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The moments that lie in any of them."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -98,5 +99,6 @@ def _union(intervals: list[Interval]) -> list[Interval]:
     return found
 
 
-def _length(intervals: list[Interval]) -> float:
+def length(intervals: list[Interval]) -> float:
+    """Seconds of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from autopar_torch import Plan, api, files, load_plan
-from autopar_torch.cli import main
+from autopar_torch.cli import build_parser, machines, main
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.find import measuring
 from ranks import ROOT
@@ -154,3 +157,174 @@ def test_exit_codes_say_what_went_wrong(
     with pytest.raises(SystemExit) as usage:
         main(["plan"])
     assert usage.value.code == 2
+
+
+# --- the surface: a new option is a decision, not an accident -------------------------------------
+
+ASKING = "--force --global-batch-size --json --memory --pin --precision"
+SURFACE = {
+    "env": "--json",
+    "doctor": "--ranks --timeout",
+    "measure": f"model {ASKING} --out --seconds",
+    "estimate": f"model --cluster --network {ASKING}",
+    "plan": f"model --cluster --network {ASKING} --out --top",
+    "explain": f"model --cluster --network {ASKING} --plan",
+    "simulate": f"plan model --cluster --network {ASKING} --out --trace",
+    "report": f"plan model --cluster --network {ASKING} --measured --out",
+    "diff": f"plan other model --cluster --network {ASKING}",
+    "validate": "plan --devices",
+    "run": "rest --elastic --head --plan --print",
+}
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    action = next(a for a in build_parser()._actions if isinstance(a.choices, dict))
+    return dict(action.choices or {})
+
+
+def test_the_commands_and_their_options_are_these() -> None:
+    found = {name: {(a.option_strings or [a.dest])[-1] for a in verb._actions} - {"--help"}
+             for name, verb in verbs().items()}
+    assert found == {name: set(text.split()) for name, text in SURFACE.items()}
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_the_example_in_the_help_of_a_command_is_understood_by_it(name: str) -> None:
+    example = (verbs()[name].epilog or "").split(f" {name}", 1)[1].split()
+    options = build_parser().parse_args([name, *example])
+    assert options.command is verbs()[name].get_default("command")
+
+
+def test_help_comes_at_once() -> None:
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "autopar_torch", "--help"], capture_output=True,
+                       check=True, timeout=300)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.4
+
+
+def test_wrong_usage_says_what_where_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as usage:
+        main(["plan", "own.py:made"])
+    told = capsys.readouterr()
+    assert usage.value.code == 2 and not told.out
+    assert "--cluster" in told.err and "where: autopar plan" in told.err and "fix:" in told.err
+    assert "example:" in told.err
+
+
+# --- plans beside each other ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Files of two plans for the model."""
+    made = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for out, tp in zip(made, (1, 2), strict=True):
+        assert main(["plan", *given, "--pin", f"tp={tp}", "--out", out]) == 0
+    capsys.readouterr()
+    return made
+
+
+def test_diff_names_what_differs_and_what_it_costs(
+    given: list[str], two: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", *two, *given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("devices" in path for path, _, _ in found["fields"])
+    for path, own in zip(two, found["costs"], strict=True):
+        assert main(["simulate", path, *given, "--json"]) == 0
+        assert own["step, ms"] == pytest.approx(
+            1e3 * json.loads(capsys.readouterr().out)["step_s"])
+    assert main(["diff", two[0], two[0], *given]) == 0
+    shown = capsys.readouterr().out
+    assert "the plans are equal" in shown and "+0.000" in shown
+    assert main(["diff", *two, *given, "--pin", "tp=2"]) == 4
+
+
+def test_the_same_question_gives_the_same_bytes(given: list[str], tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        assert main(["plan", *given, "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "estimate"])
+def test_what_is_printed_holds_nothing_that_a_terminal_would_obey(
+    command: str, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *given]) == 0
+    told = capsys.readouterr()
+    assert all(c.isprintable() or c == "\n" for c in told.out + told.err)
+
+
+def test_report_writes_a_page_or_tables(
+    given: list[str], two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.html"
+    assert main(["report", two[1], *given, "--out", str(out)]) == 0
+    assert out.read_text().startswith("<!doctype html>")
+    assert main(["report", two[1], *given, "--out", str(out)]) == 4  # it is there already
+    capsys.readouterr()
+    assert main(["report", two[1], *given]) == 0
+    shown = capsys.readouterr().out
+    assert "The candidates, and why they lost" in shown
+    assert main(["report", two[1], *given, "--json"]) == 0
+    sections = json.loads(capsys.readouterr().out)
+    assert all(section["title"] in shown for section in sections)
+    timeline = str(tmp_path / "timeline.json")
+    assert main(["simulate", two[1], *given, "--out", timeline]) == 0
+    assert main(["report", two[1], *given, "--measured", timeline]) == 0
+    assert "A real step took" in capsys.readouterr().out
+
+
+def test_estimate_says_where_a_model_fits(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["estimate", *given, "--cluster", "8xH100"]
+    assert main([*command, "--json"]) == 0
+    own, large = json.loads(capsys.readouterr().out)
+    assert own["fits"] == large["fits"] == "yes" and large["memory per device"]
+    assert main([*command, "--memory", "20KiB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("nearest") == 2 and " yes " not in shown
+
+
+def test_validate_refuses_a_plan_that_cannot_run(
+    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", two[0], "--devices", "4"]) == 0
+    assert "valid:" in capsys.readouterr().out
+    assert main(["validate", two[0], "--devices", "2"]) == 4
+    assert main(["validate", str(tmp_path / "none.json")]) == 4
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m autopar_torch env | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+    assert not done.stderr
+
+
+def test_env_is_a_block_of_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == str(torch.__version__) and found["python"] in sys.version
+
+
+def test_doctor_tells_what_fails_and_how_to_mend_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("AUTOPAR_CACHE", str(blocked))
+    monkeypatch.setattr(machines, "_ranks", lambda count, timeout_s: "")
+    assert main(["doctor"]) == 6
+    shown = capsys.readouterr().out
+    assert "FAILED  files can be kept" in shown and "fix: set AUTOPAR_CACHE" in shown
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    assert main(["doctor"]) == 0 and "You are ready." in capsys.readouterr().out
+
+
+def test_doctor_gives_up_on_ranks_that_do_not_answer() -> None:
+    assert machines._ranks(1, 0.0) == "no answer within 0 s"
+    assert machines._ranks(1, 120.0) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,48 @@ def slow_claim_plans_that_are_found() -> None:
     for name, *flags in (["mnist", "--dropout", "0", "--rows", "130"], ["nanogpt"]):
         want, got = numbers(name, *flags, plain=True), numbers(name, *flags)
         assert all(abs(a - b) <= 1e-6 * max(1, abs(b)) for a, b in zip(got, want, strict=True))
+
+
+def claim_moe() -> None:
+    same("moe", plans=("dp2", "tp2"))
+
+
+def test_a_plan_for_1024_devices_comes_with_a_page(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert numbers("plan_1024", "--out", str(out))[0] > 0
+    assert "1,024 device(s)" in out.read_text()
+
+
+def test_no_wish_makes_a_plan_faster() -> None:
+    free, *others = numbers("constraints")
+    assert all(step_s >= free for step_s in others) and max(others) > free
+
+
+def test_more_machines_that_differ_make_no_step_longer() -> None:
+    *apart, together = numbers("mixed_cluster")
+    assert together <= min(apart)
+
+
+def test_no_policy_does_better_than_one_who_knows_the_future() -> None:
+    *others, oracle = numbers("changing_network")
+    assert all(share <= oracle for share in others) and others[0] < oracle
+
+
+def test_the_same_tokens_in_longer_sequences_take_longer() -> None:
+    steps = numbers("long_sequences")
+    assert len(steps) == 4 and steps == sorted(steps)
+
+
+def test_what_was_measured_once_is_planned_for_anywhere(tmp_path: Path) -> None:
+    known = str(tmp_path / "known.json")
+    assert numbers("measure_cluster", "--out", known, "--seconds", "0.1")[0] > 0
+    assert numbers("measure_cluster", "--known", known)[0] > 0
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_begins_with_the_command_that_runs_it(path: Path) -> None:
+    head = path.read_text().split('"""')[1]
+    assert re.search(rf"^    (python|torchrun|autopar) .*examples/{path.name}", head, re.M)
 
 
 def test_a_model_of_peft_is_one_for_a_trainer() -> None:

@@ -27,9 +27,10 @@ TRACE = SHARD | {"trace"}
 MEASURE = TRACE | {"measure"}
 SIMULATE = MEASURE | {"simulate"}
 SEARCH = SIMULATE | {"search"}
-RUN = SEARCH | {"run"}
+REPORT = NOUNS | {"shard", "simulate", "search", "report"}
+RUN = SEARCH | REPORT | {"run"}
 FIND = RUN | {"find"}
-API = FIND | {"report", "api"}
+API = FIND | {"api"}
 MAY_IMPORT = dict.fromkeys(NOUNS, NOUNS) | {
     "shard": SHARD,
     "trace": TRACE,
@@ -38,14 +39,14 @@ MAY_IMPORT = dict.fromkeys(NOUNS, NOUNS) | {
     "search": SEARCH,
     "run": RUN,
     "find": FIND,
-    "report": NOUNS | {"report"},
+    "report": REPORT,
     "api": API,
     "__init__": API,
     "integrations": API | {"integrations"},
     "cli": API | {"cli", "__init__"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = [*sorted(NOUNS), "simulate", "search", "shard.eliminate"]
+WITHOUT_TORCH = [*sorted(NOUNS), "simulate", "search", "report", "shard.eliminate"]
 MAY_PRINT = {"cli", "report"}
 
 BLOCK_TORCH = """

@@ -25,7 +25,7 @@ from ..run.world import World
 from ..search.best import KEPT, SAFETY, Choice, Result, varied
 from ..search.space import Constraints
 from ..search.unequal import fastest, gives_unequal
-from ..simulate import simulate
+from ..simulate import DRAWS, simulate
 from ..simulate.network import lookup
 from ..trace import Traced
 from ..trace.call import Call
@@ -34,14 +34,13 @@ from .session import cluster_of
 
 Noun = TypeVar("Noun", Known, Result)
 log = logging.getLogger("autopar_torch")
-DRAWS = 7  # simulated steps, whose computing times vary as measured
 
 
 def choose(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor],
            world: World, device: torch.device, limits: Constraints,
            kept: int = KEPT) -> tuple[Result, Known]:
     """The fastest plan for this batch on these ranks, and the next, the same on every rank; and
-    what was measured for it."""
+    what they were chosen by."""
     cluster = cluster_of(world, traced.graph)
     with world.doing("measuring"):
         known = recall(traced, call, tensors, buffers, world, device, cluster, limits)

@@ -80,7 +80,7 @@ class _PlanTrial:
         world, device = parallel.world, parallel.device
         self.model = ParallelModel(module, world, device, lambda *_: None, parallel.retrace,
                                    parallel.tracer_of, parallel.outputs, UNWATCHED,
-                                   watched=False)
+                                   watch=False)
         self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []

@@ -17,7 +17,10 @@ from .. import files
 from ..errors import RunError
 from ..guards import Guards
 from ..plan import IDLE, Plan, Replica, check, load_plan
+from ..report import page, story
 from ..search.best import Result
+from ..search.reasons import Case
+from ..shard.holdings import axis_groups
 from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
@@ -33,7 +36,7 @@ from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
-from .program import Program, groups_of
+from .program import Program
 from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
@@ -55,14 +58,13 @@ class ParallelModel(nn.Module):
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
                  retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
-                 guards: Guards | None = None, batch_dim: int = 0, watched: bool = True) -> None:
+                 guards: Guards | None = None, batch_dim: int = 0, watch: bool = True) -> None:
         super().__init__()
         self.module = module
         self.guards = guards or Guards()
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
-        self.outputs, self.retrace = tuple(outputs), retrace
-        self.tracer_of = tracer_of
+        self.outputs, self.retrace, self.tracer_of = tuple(outputs), retrace, tracer_of
         self._first: tuple[Traced, Call]
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
@@ -72,11 +74,11 @@ class ParallelModel(nn.Module):
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
         self.fallback_reason = ""
-        watched = watched and world.size > 1 and device.type == "cpu"
-        self.pace = Stopwatch(world) if watched else None
+        self.pace = Stopwatch(world) if watch and world.size > 1 and device.type == "cpu" else None
         self.recorder: Recorder | Stopwatch | Silent = self.pace or SILENT
         self.between: Callable[[Settle], object] = lambda _: None  # before each step
         self.found: Result | None = None  # the search behind the plan, if there was one
+        self.case: Case | None = None  # and all that it depended on
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self._writing: Writing | None = None
         self.num_steps = 0  # of training that have begun
@@ -224,7 +226,7 @@ class ParallelModel(nn.Module):
 
     def _made(self, traced: Traced, plan: Plan) -> Program:
         """An error while it is made on one rank is one on all, as the others would wait for it."""
-        self.world.make_groups(groups_of(plan, traced.graph))
+        self.world.make_groups(axis_groups(plan, traced.graph))
         return self.world.jointly(lambda: Program(
             traced, plan, self.own(plan), self.store, self.burnt))
 
@@ -274,6 +276,15 @@ class ParallelModel(nn.Module):
         self.recorder = self.pace or SILENT
         return min(runs, key=lambda timeline: timeline.step_s)
 
+    def report(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """A page about the plan; with a batch, beside a real step on it. All ranks must call it."""
+        if self.fallback_reason:
+            raise RunError("the module was not traced, so there is nothing to report",
+                           where=self.fallback_reason)
+        measured = self.measure(*args, **kwargs) if args or kwargs else None
+        self.world.jointly(lambda: self.world.rank or page.write(story.told(
+            self.plan, self.graph, self._first[1].num_rows, self.case, self.found, measured), path))
+
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""
         place, rows = self.replica, self.plan.micro_batches(num_rows)
@@ -322,7 +333,7 @@ class ParallelModel(nn.Module):
             traced, call = self._first
             made = ParallelModel(module, self.world, self.device, self._prepare,
                                  self.tracer_of(module), self.tracer_of, self.outputs, self.guards,
-                                 watched=False)
+                                 watch=False)
             made.adopt(self.plan, traced, call, whole_values(self.module))
         return made
 

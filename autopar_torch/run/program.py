@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError
-from ..model import ModelGraph, TensorInfo
-from ..plan import Plan, Replica, peers
+from ..model import TensorInfo
+from ..plan import Plan, Replica
 from ..proof import check
 from ..schedule import Schedule, build
-from ..shard.holdings import axis_ranks
 from ..trace import Traced
 from ..trace.burnt import Burnt
 from .params import ParamStore
@@ -134,14 +133,3 @@ class Program:
                 if made == value:
                     return graph.kinds[block.kind].outputs[slot]
         return next(n.meta["info"] for n in self.traced.prologue.nodes if n.name == value)
-
-
-def groups_of(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
-    """Every group of the tensor axes, and of ranks that join statistics of batches."""
-    groups = []
-    for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        for rank in stage.devices:
-            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-            groups += {peers(plan, graph, block, rank)[0]
-                       for block in range(*(stage.blocks or (0, 0)))}
-    return [tuple(sorted(g)) for g in groups if g]

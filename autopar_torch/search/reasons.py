@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -55,7 +55,7 @@ def candidate_of(plan: Plan, options: Sequence[Option]) -> tuple[Candidate, tupl
     stages, pp = replica.stages, len(replica.positions)
     mesh = () if len(stages[0].devices) == 1 else stages[0].axes
     index = next((i for i, option in enumerate(options) if option.mesh == mesh), None)
-    alike = all(r.num_micro_batches == replica.num_micro_batches
+    alike = all((r.num_micro_batches, r.rows) == (replica.num_micro_batches, replica.rows)
                 and [s.blocks for s in r.stages] == [s.blocks for s in stages]
                 for r in plan.replicas) and len({s.recompute for s in stages}) == 1
     alike = alike and (len(stages) == pp or plan.schedule == "interleaved")
@@ -170,7 +170,16 @@ def _splits(pricer: Pricer) -> Iterator[str]:
                f"{comm / whole if whole else 0.0:.1%} of its time is exchange")
 
 
-def _otherwise(case: Case, best: Choice) -> Iterator[str]:
+class Variant(NamedTuple):
+    """The best plan with one choice made otherwise: `tp=2`, by which part of its time it is slower
+    (None: there is none), and in words."""
+
+    change: str
+    slower: float | None
+    said: str
+
+
+def variants(case: Case, best: Choice) -> Iterator[Variant]:
     """The best plans that differ in one degree: why each degree is what it is."""
     c, _ = candidate_of(best.plan, case.options)
     tp = case.options[c.option].degree
@@ -180,15 +189,20 @@ def _otherwise(case: Case, best: Choice) -> Iterator[str]:
             "recompute": (c.recompute, [not c.recompute])}
     for name, (own, others) in near.items():
         if getattr(case.limits, name) is not None:
-            yield f"  {name}={own}: was asked for"
+            yield Variant(f"{name}={own}", None, "was asked for")
             continue
         for other in dict.fromkeys(o for o in others if o != own and (o or name in MAY_BE_0)):
             try:
                 found = case.best(**{name: other}).best
             except SearchError as error:
-                yield f"  {name}={other}: {error.what.splitlines()[0]}"
+                yield Variant(f"{name}={other}", None, error.what.splitlines()[0])
                 continue
-            yield f"  {name}={other}: {found.step_s / best.step_s - 1:+.1%}  {short(found.plan)}"
+            yield Variant(f"{name}={other}", found.step_s / best.step_s - 1, short(found.plan))
+
+
+def _otherwise(case: Case, best: Choice) -> Iterator[str]:
+    for change, slower, said in variants(case, best):
+        yield f"  {change}: {said}" if slower is None else f"  {change}: {slower:+.1%}  {said}"
 
 
 def _changes(case: Case, best: Choice) -> Iterator[str]:

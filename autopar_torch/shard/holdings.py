@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ..model import ModelGraph, TensorInfo
-from ..plan import Plan, Stage
+from ..plan import Plan, Stage, peers
 from .layout import PARTIAL, WHOLE, Forms, Part, all_cuts, local_shape, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -82,6 +82,17 @@ def axis_ranks(stage: Stage, rank: int, axis: int) -> tuple[int, ...]:
     return tuple(other for other in stage.devices
                  if all(a == b or i == axis for i, (a, b) in enumerate(
                      zip(mine, place_in(stage, other), strict=True))))
+
+
+def axis_groups(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
+    """Every group of the tensor axes, and of ranks that join statistics of batches."""
+    groups = []
+    for stage in (stage for replica in plan.replicas for stage in replica.stages):
+        for rank in stage.devices:
+            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
+            groups += {peers(plan, graph, block, rank)[0]
+                       for block in range(*(stage.blocks or (0, 0)))}
+    return [tuple(sorted(g)) for g in groups if g]
 
 
 def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:

@@ -19,6 +19,8 @@ from .jitter import SampledStep, sampled_steps, usual
 from .network import lookup
 from .tasks import StepTasks
 
+DRAWS = 7  # of a step whose computing times vary as measured: enough for a median
+
 
 def simulate(plan: Plan, graph: ModelGraph, profile: Profile | Lookup, num_rows: int,
              start_s: float = 0.0, draws: int = 0,

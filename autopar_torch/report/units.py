@@ -1,0 +1,25 @@
+"""Numbers as texts with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+GIB = 2**30
+
+
+def time(seconds: float) -> str:
+    """`1.23 s`, `45.6 ms`, `7.8 us`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:,.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us" if seconds else "0 s"
+
+
+def size(num_bytes: float) -> str:
+    """In GiB; below one, in MiB."""
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """`8,192 x 1,024`."""
+    return " x ".join(f"{n:,}" for n in sizes) or "1"
