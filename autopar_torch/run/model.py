@@ -17,7 +17,7 @@ from .. import files
 from ..errors import RunError
 from ..guards import Guards
 from ..model import ModelGraph
-from ..plan import IDLE, Plan, Replica, check, load_plan, peers
+from ..plan import IDLE, Plan, Replica, check, load_plan, peer_groups
 from ..search.best import Result
 from ..shard.holdings import axis_ranks
 from ..timeline import Timeline
@@ -439,12 +439,11 @@ def _frozen(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
 
 
-def _axis_groups(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
+def _axis_groups(plan: Plan, graph: ModelGraph) -> set[tuple[int, ...]]:
     """Every group of the tensor axes, and of ranks that join statistics of batches."""
-    groups = []
-    for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        for rank in stage.devices:
-            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-            groups += {peers(plan, graph, block, rank)[0]
-                       for block in range(*(stage.blocks or (0, 0)))}
-    return [tuple(sorted(g)) for g in groups if g]
+    groups = {ranks for block in range(len(graph.blocks))
+              for ranks in peer_groups(plan, graph, block)[0]}
+    for stage in {(s.devices, s.axes): s for r in plan.replicas for s in r.stages}.values():
+        groups |= {axis_ranks(stage, rank, a) for rank in stage.devices
+                   for a in range(len(stage.axes))}
+    return {tuple(sorted(group)) for group in groups}
