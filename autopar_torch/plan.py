@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -327,18 +327,25 @@ def check_rows(plan: Plan, graph: ModelGraph) -> None:
         )
 
 
-def peers(plan: Plan, graph: ModelGraph, block: int, rank: int) -> tuple[tuple[int, ...], bool]:
-    """The ranks with which a rank joins statistics of batches in a block, if any. If all replicas
-    cut the block alike (then the second is True): those at its place, else all that have it."""
+def peer_groups(plan: Plan, graph: ModelGraph,
+                block: int) -> tuple[list[tuple[int, ...]], bool]:
+    """The ranks that join statistics of batches in a block, if any do. If all replicas cut the
+    block alike (then the second is True): those at one place, else all that have it."""
+    if len(plan.replicas) == 1 or not graph.kind_of(block).couples_rows:
+        return [], True
     stages = [next(s for s in replica.stages if s.blocks and s.blocks[0] <= block < s.blocks[1])
               for replica in plan.replicas]
-    if len(stages) == 1 or not graph.kind_of(block).couples_rows:
-        return (), True
     ways = {(s.axes, own.key if (own := plan.sharding(s, block)) else "") for s in stages}
-    place = next(s.devices.index(rank) for s in stages if rank in s.devices)
     if len(ways) == 1:
-        return tuple(sorted(stage.devices[place] for stage in stages)), True
-    return tuple(sorted(device for stage in stages for device in stage.devices)), False
+        places = zip(*(stage.devices for stage in stages), strict=True)
+        return [tuple(sorted(devices)) for devices in places], True
+    return [tuple(sorted(device for stage in stages for device in stage.devices))], False
+
+
+def peers(plan: Plan, graph: ModelGraph, block: int, rank: int) -> tuple[tuple[int, ...], bool]:
+    """Those of them that a rank joins, if any."""
+    found, alike = peer_groups(plan, graph, block)
+    return next((ranks for ranks in found if rank in ranks), ()), alike
 
 
 def _check_shardings(plan: Plan, stage: Stage, graph: ModelGraph, where: str) -> None:
@@ -375,7 +382,7 @@ def _with_borders(replica: Replica, graph: ModelGraph, index: int) -> Replica:
     if any(blocks is None for blocks in given):
         if any(blocks is not None for blocks in given):
             raise PlanError("give the blocks of every stage, or of none", where=where)
-        given = list(balance([_weight(graph, b) for b in range(num_blocks)], num_stages))
+        given = list(balance(tuple(_weight(graph, b) for b in range(num_blocks)), num_stages))
     end = 0
     for s, blocks in enumerate(given):
         first, last = blocks or (0, 0)
@@ -396,7 +403,8 @@ def _weight(graph: ModelGraph, block: int) -> float:
     return kind.flops_per_row + 100.0 * kind.num_ops
 
 
-def balance(weights: list[float], num_parts: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=64)  # replicas are mostly alike
+def balance(weights: tuple[float, ...], num_parts: int) -> list[tuple[int, int]]:
     """Contiguous parts whose heaviest is as light as can be (exact dynamic program)."""
     total = [0.0]
     for weight in weights:

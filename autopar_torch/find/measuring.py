@@ -19,6 +19,7 @@ from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError
 from ..limits import Name
 from ..measure.links import Lines
+from ..measure.room import PART, capped
 from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
@@ -181,7 +182,8 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
             need = by_key[block.kind, program_key(sharding, recomputed)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
-    return list(every), curves
+    least = min(device.memory_bytes for node in cluster.nodes for device in node)
+    return capped(every, traced, PART * least), curves
 
 
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,

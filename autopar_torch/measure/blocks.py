@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -22,13 +23,13 @@ from ..shard.linear import WeightQueue
 from ..shard.lower import lower
 from ..trace import Traced
 from .bytes import TensorBytes
+from .room import num_copies
 from .samples import Columns, Sample, sampled, scales, seconds
 from .stats import uncertainty
 
 WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made of
 PHASES = (*WHOLE, "input", "weight")
 BACKWARDS = ("backward", "input", "added")  # the backwards of a round take turns at these
-COPIES = 3  # copies of a repeated kind, so that weights are not in the cache, as in the model
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
 
@@ -39,6 +40,42 @@ class Counted(NamedTuple):
     marks: tuple[int, int, int, int]
     out: int
     given: int
+
+
+class Ground:
+    """Random numbers that parameters and inputs of all chains are made of. Chains never run at the
+    same time, so each has them from the first one on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flat: dict[torch.dtype, Tensor] = {}
+        self.used: Counter[torch.dtype] = Counter()
+
+    def begin(self, shapes: Iterable[tuple[list[int], torch.dtype]]) -> None:
+        """Another chain, which will take these."""
+        self.used.clear()
+        wanted: Counter[torch.dtype] = Counter()
+        for shape, dtype in shapes:
+            wanted[dtype] += _aligned(shape)
+        for dtype, size in wanted.items():
+            if dtype.is_floating_point and (
+                    dtype not in self.flat or self.flat[dtype].numel() < size):
+                self.flat.pop(dtype, None)
+                empty = torch.empty(size, dtype=dtype, device=self.device)
+                self.flat[dtype] = empty.normal_(0.0, 0.02)
+
+    def take(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of its own, as far as autograd sees."""
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        start, flat = self.used[dtype], self.flat[dtype]
+        self.used[dtype] += _aligned(shape)
+        strides = torch.empty(shape, device="meta").stride()
+        return flat.new_empty(0).set_(flat.untyped_storage(), start, shape, strides)
+
+
+def _aligned(shape: Sequence[int]) -> int:
+    return -(-math.prod(shape) // 64) * 64
 
 
 @dataclass
@@ -85,6 +122,7 @@ class Runner:
             self.samples.setdefault("weight", []).append(sample)
 
     def clear(self) -> None:
+        self.grads = []
         for arg in self.args:
             if isinstance(arg, Tensor) and arg.requires_grad:
                 arg.grad = None
@@ -94,7 +132,7 @@ class TimedChain:
     """All blocks of one mesh, kind of plan and number of rows, as a chain."""
 
     def __init__(self, needs: Sequence[BlockNeed], traced: Traced, axes: Sequence[Axis] | None,
-                 context: dict[str, Any], device: torch.device) -> None:
+                 context: dict[str, Any], ground: Ground) -> None:
         self.active = axes is not None
         self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
@@ -105,12 +143,13 @@ class TimedChain:
         self.switched: list[Sample] = []  # forwards of `typical` just after backwards
         if axes is None:
             return
-        for need in needs:
-            block = next(b for b in traced.graph.blocks if b.kind == need.kind)
-            count = min(COPIES, sum(b.kind == need.kind for b in traced.graph.blocks))
-            made = [_runner(need, block, traced, axes, context, device) for _ in range(count)]
-            self.first.append(made[0])
-            self.runners += made
+        blocks = {block.kind: block for block in reversed(traced.graph.blocks)}
+        runs = [(need, blocks[need.kind]) for need in needs
+                for _ in range(num_copies(traced.graph, need.kind))]
+        ground.begin(shape for need, block in runs for shape in _shapes(need, block, traced, axes))
+        self.runners = [_runner(need, block, traced, axes, context, ground) for need, block in runs]
+        firsts = {id(runner.need): runner for runner in reversed(self.runners)}
+        self.first = [firsts[id(need)] for need in needs]
 
     def warm_up(self) -> None:
         """Run all once, untimed."""
@@ -194,33 +233,38 @@ class TimedChain:
 
 
 def _runner(need: BlockNeed, block: Block, traced: Traced, axes: Sequence[Axis],
-            context: dict[str, Any], device: torch.device) -> Runner:
+            context: dict[str, Any], ground: Ground) -> Runner:
     graph = traced.programs[need.kind]
-    module = lower(graph, need.sharding, axes, rows=need.rows, device=device)
+    module = lower(graph, need.sharding, axes, rows=need.rows, device=ground.device)
     args = []
     for node in graph.find_nodes(op="placeholder"):
+        info = node.meta["info"]
         if node.name in block.context:
             args.append(context[block.context[node.name]])
-        else:
-            args.append(_random(node.name, node.meta["info"], need, axes, device))
-        if node.name in block.params and args[-1].requires_grad:
+            continue
+        args.append(ground.take(*_shape(node.name, info, need, axes)))
+        args[-1].requires_grad_(info.grad)
+        if node.name in block.params and info.grad:
             kept = traced.graph.params[block.params[node.name]].dtype
             args[-1].grad_dtype = getattr(torch, kept)
     return Runner(need, module, args, [])
 
 
-def _random(slot: str, info: TensorInfo, need: BlockNeed, axes: Sequence[Axis],
-            device: torch.device) -> Tensor:
-    """Random values for this rank's part of a parameter or an input."""
+def _shapes(need: BlockNeed, block: Block, traced: Traced,
+            axes: Sequence[Axis]) -> Iterator[tuple[list[int], torch.dtype]]:
+    for node in traced.programs[need.kind].find_nodes(op="placeholder"):
+        if node.name not in block.context:
+            yield _shape(node.name, node.meta["info"], need, axes)
+
+
+def _shape(slot: str, info: TensorInfo, need: BlockNeed,
+           axes: Sequence[Axis]) -> tuple[list[int], torch.dtype]:
+    """Of this rank's part of a parameter or an input."""
     shape = list(info.at(need.rows))
     if need.sharding is not None and slot in need.sharding.forms:
         form = parse_forms(need.sharding.forms[slot])
         shape = local_shape(tuple(shape), form.value, tuple(axis.parts for axis in axes))
-    dtype = getattr(torch, info.dtype)
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    value = torch.randn(shape, device=device).to(dtype) * 0.02
-    return value.requires_grad_(info.grad)
+    return shape, getattr(torch, info.dtype)
 
 
 def _run_counted(runner: Runner, count: TensorBytes) -> Counted:

@@ -44,6 +44,8 @@ class Places(Protocol):
 
     def gather(self, value: T) -> list[T]: ...
 
+    def jointly(self, act: Callable[[], T]) -> T: ...
+
 
 class Seen(NamedTuple):
     """What one rank measured of a line."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..shard.collectives import (
     Axis,
     arrive,
-    start_exchange,
+    start_gather,
     start_messages,
     start_scatter,
     start_sum,
@@ -95,8 +95,7 @@ def _collective(op: str, num_bytes: float, axis: Axis, device: torch.device) -> 
         case "scatter":
             return Exchange(lambda: start_scatter(rows, axis)[1])
         case _:
-            got = torch.empty_like(rows)
-            return Exchange(lambda: start_exchange([rows[0]] * parts, got.unbind(), axis))
+            return Exchange(lambda: start_gather(rows[0], axis)[1])
 
 
 def _message(num_bytes: float, first: int, axis: Axis, device: torch.device) -> Exchange:

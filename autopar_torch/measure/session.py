@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -25,10 +24,11 @@ from ..profile import (
     merged,
 )
 from ..trace import Traced
-from .blocks import BACKWARDS, Axes, Context, TimedChain
+from .blocks import BACKWARDS, Axes, Context, Ground, TimedChain
 from .bytes import TensorBytes
 from .links import Lines, Places, barrier
 from .overheads import Extras
+from .room import Chain, chain_bytes, chain_of
 from .samples import Variation, slowdowns, variation
 from .stats import NOISE_LIMIT, quantiles
 
@@ -50,6 +50,7 @@ class Session:
         self.lines = Lines(curves, cluster, places, device)
         rows = max((need.rows for need in blocks), default=1)
         self.extras = Extras(device, _trained_sizes(traced), batch, lambda: context(rows))
+        self.ground = Ground(device)
         self.chains: dict[Chain, TimedChain] = {}
         self.rounds = 0
         self._take_up(chain for chain in self.asked if not (quick and self._derivable(chain)))
@@ -68,13 +69,15 @@ class Session:
 
     def _take_up(self, chains: Iterable[Chain]) -> None:
         """Measure these chains from now on; their first round does not count."""
-        made = {
-            chain: TimedChain(self.asked[chain], self.traced, self.axes(chain.mesh),
-                          self.context(chain.rows), self.device)
-            for chain in chains if chain not in self.chains
-        }
-        if not made:
+        sizes = {chain: chain_bytes(self.asked[chain], self.traced)
+                 for chain in chains if chain not in self.chains}
+        if not sizes:
             return
+        self.places.jointly(lambda: _ask_for(int(max(sizes.values())), self.device))
+        made = {chain: TimedChain(self.asked[chain], self.traced, self.axes(chain.mesh),
+                                  self.context(chain.rows), self.ground)
+                for chain in sorted(sizes, key=lambda chain: -sizes[chain])}
+        made = {chain: made[chain] for chain in sizes}
         with TensorBytes() as count:
             for blocks in made.values():
                 blocks.run_counted(count)
@@ -129,7 +132,7 @@ class Session:
 
     def _costs(self, need: BlockNeed, found: dict[BlockNeed, BlockCost]) -> list[BlockCosts]:
         """On each class of devices that took part."""
-        chain = _chain(need)
+        chain = chain_of(need)
         derived = chain not in self.chains
         cost = found.get(_kept(need) if derived else need)
         means = self._means(_values(cost)[1:] if cost else None, math.prod(chain.mesh))
@@ -192,6 +195,17 @@ class Session:
         return {name: error for name, error in found.items() if error > NOISE_LIMIT}
 
 
+def _ask_for(num_bytes: int, device: torch.device) -> None:
+    """Before blocks run, which exchange: a rank that fails then leaves others waiting."""
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise ProfileError(
+            f"measuring needs up to {num_bytes / 1e9:.1f} GB on {device}, where is not as much",
+            where="the blocks of the model", fix="close what else runs there, or plan without "
+            "measuring: `autopar plan --cluster`, parallelize(model, plan=)") from error
+
+
 @cache
 def _typical(cluster: Cluster, tp: int) -> frozenset[int]:
     """Ranks that tell what their class takes: those in tensor groups of one class. Others wait in
@@ -212,18 +226,6 @@ def _values(noun: BlockCost | Overheads) -> list[float]:
     return [float(getattr(noun, name)) for name in noun.__struct_fields__]
 
 
-class Chain(NamedTuple):
-    """Blocks of one kind of plan run after one another, as in a step of it."""
-
-    mesh: tuple[int, ...]
-    recompute: bool
-    rows: int
-
-
-def _chain(need: BlockNeed) -> Chain:
-    return Chain(need.sharding.mesh if need.sharding else (), need.recompute, need.rows)
-
-
 def _kept(need: BlockNeed) -> BlockNeed:
     """The same block with its forward kept."""
     return replace(need, recompute=False)
@@ -234,13 +236,13 @@ def _chains(blocks: Sequence[BlockNeed], traced: Traced) -> dict[Chain, list[Blo
     order = list(traced.graph.kinds)
     found: dict[Chain, list[BlockNeed]] = {}
     for need in sorted(dict.fromkeys(blocks), key=lambda n: (order.index(n.kind), n.key, n.rows)):
-        found.setdefault(_chain(need), []).append(need)
+        found.setdefault(chain_of(need), []).append(need)
     return found
 
 
 def _chains_for(known: Collection[Chain], blocks: Iterable[BlockNeed]) -> list[Chain]:
     """The chains that measure some blocks: at their rows, or at the nearest on both sides."""
-    asked = {_chain(need) for need in blocks}
+    asked = {chain_of(need) for need in blocks}
     found = set()
     for chain in asked:
         like = {c.rows: c for c in known if c[:2] == chain[:2]}

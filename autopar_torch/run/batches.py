@@ -52,7 +52,8 @@ class SameBatch:
             named = dict(_named(args, kwargs))
             facts = {"rows": str(call.num_rows), "arguments": ", ".join(named),
                      "structure": str(call.spec), **dict(map(_fact, named.items())),
-                     "training": str(training), "gradients": str(torch.is_grad_enabled()),
+                     "masks that hide nothing": str(call.ones), "training": str(training),
+                     "gradients": str(torch.is_grad_enabled()),
                      "state of the module": f"{fingerprint:x}"}
             if self.num_calls <= FIRST or self.num_calls % EVERY == 0:
                 values = {f"values of {name}": f"checksum {_checksum(value):x}"

@@ -108,6 +108,7 @@ class Executor:
         self.recorder = recorder
         self.values: dict[tuple[int, str, int], Values] = {}  # (stage, "F" or "B", micro-batch)
         self.results: dict[int, Values] = {}
+        self.contexts: dict[int, dict[str, Any]] = {}
         # What each stage keeps for backward: another call may come before that.
         self.kept: dict[int, dict[int, tuple[Values, Values]]] = {s: {} for s in stages}
 
@@ -119,6 +120,7 @@ class Executor:
         self.acknowledged = schedule.acknowledged
         last = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
         self.lasts = set(last.values())  # the last backward of every stage
+        read_last = set({a.micro_batch: a for a in actions if a.op is Op.F}.values())
         known = _outputs_known(actions)
         for stage, runner in self.stages.items():
             runner.kept = self.kept[stage]
@@ -129,6 +131,8 @@ class Executor:
             receives = action.op in (Op.RECV_F, Op.RECV_B)
             with (self.recorder.exchanging if receives else self.recorder.computing)(str(action)):
                 self._do(action)
+            if action in read_last:  # backward keeps what it needs
+                del self.contexts[action.micro_batch]
         if known == len(actions):
             share(self.results)
         with self.recorder.exchanging("sent"):
@@ -162,7 +166,8 @@ class Executor:
             cast(Reducer, self.reducer).expect_last(self._final_names(action))
         match op:
             case Op.RECV_F | Op.RECV_B:
-                self.context(mb)  # while the message is on its way
+                if op is Op.RECV_F:
+                    self._context(mb)  # while the message is on its way
                 self.values[stage, "F" if op is Op.RECV_F else "B", mb] = self.mail.take(action)
                 self.mail.let_go(self.acknowledged.get(action, ()))
             case Op.SEND_F:
@@ -178,11 +183,16 @@ class Executor:
             case Op.REDUCE:
                 pass  # hooks start the sums; the step waits for all of them at its end
 
+    def _context(self, mb: int) -> dict[str, Any]:
+        if mb not in self.contexts:
+            self.contexts[mb] = self.context(mb)
+        return self.contexts[mb]
+
     def _forward(self, stage: int, mb: int) -> None:
         runner = self.stages[stage]
         start, end = self.rows[mb]
         arrived = self.values.pop((stage, "F", mb), {})
-        left = runner.forward(mb, end - start, arrived, self.context(mb), self.train)
+        left = runner.forward(mb, end - start, arrived, self._context(mb), self.train)
         if runner.outputs:
             self.results[mb] = left
         else:

@@ -161,7 +161,7 @@ def _full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     whole = {i: values for i, values in state.items() if i not in ours}
     with plainly():
         for i, param in ours.items():
-            holder = param.spread.atoms[0].holders[0] if param.spread.atoms else 0
+            holder = param.spread.speaker
             for key, kind in everyone[holder].get(i, {}).items():
                 own = state.get(i, {}).get(key)
                 whole.setdefault(i, {})[key] = _full_value(param, own, kind)

@@ -20,7 +20,7 @@ from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
 from ..shard.holdings import Box, all_holdings
 from ..shard.parts import copy_rows, fill, flat_piece, part
-from ..shard.reduction import Share, boxes_of, buckets_of, shares_of
+from ..shard.reduction import Share, boxes_of, buckets_of, own_of, shares_of
 from .sharded import adopt, local, plainly
 from .spread import Spread, paste
 from .world import World
@@ -61,8 +61,8 @@ class ParamStore:
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
         self.holdings = all_holdings(plan, graph)
         self.tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        world.make_groups(held.team(rank).ranks for held in self.holdings.values()
-                          for rank in held.by_rank)
+        distinct = {id(held): held for held in self.holdings.values()}.values()
+        world.make_groups(team.ranks for held in distinct for team in held.teams)
         shares = shares_of(plan, graph, world.rank, self.holdings)
         self.held = {
             name: Held(
@@ -93,8 +93,7 @@ class ParamStore:
     def speaker(self, name: str) -> int:
         """The rank that saves what holders of a parameter have alike: one that has some of it."""
         spread = self.spreads.get(name)
-        return (spread.atoms[0].holders if spread and spread.atoms
-                else (self.holdings[name][0].rank,))[0]
+        return self.holdings[name][0].rank if spread is None else spread.speaker
 
     def place(self, source: Callable[[str], Tensor | None]) -> None:
         """Fill every parameter with this rank's part of its full value."""
@@ -151,15 +150,16 @@ class ParamStore:
         """Whether every rank keeps all of a parameter."""
         holdings, info = self.holdings[name], self.graph.params[name]
         cut = self.plan.zero > 0 and info.trainable and not info.buffer
-        whole = not any(holding.cuts for holding in holdings)
-        return whole and not cut and len(holdings) == self.world.size
+        return holdings.are_whole and not cut and len(holdings) == self.world.size
 
     def _spread(self, name: str, tensor: Tensor) -> Spread:
         held, size = self.held.get(name), tuple(tensor.shape)
+        shape = self.graph.params[name].shape
         return Spread(
-            name, self.graph.params[name].shape, size, self.world,
+            name, shape, size, self.world,
             lambda full: self.cut(held, full) if held else full.new_empty(size),
             lambda: self.boxes_of(name),
+            own_of(held.share if held else None, shape, self.holdings[name]),
         )
 
     def _make_leaf(self, held: Held) -> None:

@@ -43,9 +43,15 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
     """The plan with a sharding for every block on several devices; given ones are kept. `priced`:
     the prices on every mesh."""
     found = list(plan.shardings)  # each once
-    replicas = []
+    replicas, known = [], dict[object, list[Stage]]()
     for replica in plan.replicas:
-        stages = list(replica.stages)
+        key = _alike(replica)
+        if key in known:
+            pairs = zip(replica.stages, known[key], strict=True)
+            replicas.append(msgspec.structs.replace(replica, stages=tuple(
+                msgspec.structs.replace(own, shardings=like.shardings) for own, like in pairs)))
+            continue
+        stages = known[key] = list(replica.stages)
         for group in groups(replica):
             if len(group) == len(stages) and all(s.shardings is not None for s in stages):
                 continue
@@ -66,6 +72,11 @@ def complete(plan: Plan, traced: Traced, rows: int, pins: Pins | None = None,
         replicas.append(msgspec.structs.replace(replica, stages=tuple(stages)))
     return msgspec.structs.replace(plan, replicas=tuple(replicas),
                                    shardings=tuple(found))
+
+
+def _alike(replica: Replica) -> object:
+    """Equal for replicas that differ in their devices only."""
+    return replica.position_of, *((s.blocks, s.axes, s.shardings) for s in replica.stages)
 
 
 def groups(replica: Replica) -> list[list[int]]:
@@ -195,7 +206,9 @@ def check(plan: Plan, traced: Traced) -> None:
             for number in stage.shardings or () if number >= 0}
     for number in sorted(used):
         check_sharding(traced.programs[plan.shardings[number].kind], plan.shardings[number])
-    for r, replica in enumerate(plan.replicas):
+    numbered = reversed(list(enumerate(plan.replicas)))
+    distinct = {_alike(replica): (r, replica) for r, replica in numbered}
+    for r, replica in distinct.values():
         held: dict[tuple[object, str], str] = {}  # of these devices, or in this group of stages
         for group in groups(replica):
             where = f"Plan.replicas[{r}].stages{group}.shardings"

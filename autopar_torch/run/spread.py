@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..shard.atoms import Atom, atoms, common, within
 from ..shard.holdings import Box
+from ..shard.reduction import Own
 from .world import World
 
 
@@ -22,7 +23,9 @@ class Spread:
 
     def __init__(self, name: str, shape: Sequence[int], local: Sequence[int], world: World,
                  cut: Callable[[Tensor], Tensor],
-                 boxes_of: Callable[[], Mapping[int, Sequence[Box]]]) -> None:
+                 boxes_of: Callable[[], Mapping[int, Sequence[Box]]],
+                 own: Own | None = None) -> None:
+        self.own = own  # None: all boxes have to be looked at
         self.name, self.shape, self.local = name, torch.Size(shape), torch.Size(local)
         self.world, self.cut, self._boxes_of = world, cut, boxes_of
 
@@ -60,9 +63,26 @@ class Spread:
 
     def spoken(self, local: Tensor) -> list[tuple[Box, Tensor]]:
         """(box, view of the part) of all that this rank speaks for."""
+        if self.own is not None:
+            pairs = zip(self.own.boxes, views(local, self.own.boxes), strict=True)
+            return list(pairs) if self.own.speaks else []
         mine = [atom for atom in self.atoms if atom.holders[0] == self.world.rank]
         own = self.boxes_of[self.world.rank] if mine else ()
         return [(box, view_of(local, own, box)) for atom in mine for box in atom.boxes]
+
+    def said(self, local: Tensor) -> list[Tensor]:
+        """The elements that this rank speaks for, in any shape: over all ranks each once."""
+        if self.own is not None:
+            return [local] if self.own.speaks and self.own.boxes else []
+        return [self.atom(local, atom) for atom in self.atoms
+                if atom.holders[0] == self.world.rank]
+
+    @property
+    def speaker(self) -> int:
+        """The first rank that has any of it; 0 where there is nothing."""
+        if self.own is not None:
+            return self.own.speaker
+        return self.atoms[0].holders[0] if self.atoms else 0
 
     def atom(self, local: Tensor, atom: Atom) -> Tensor:
         """The elements of an atom, in any shape."""

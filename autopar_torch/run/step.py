@@ -157,14 +157,8 @@ class RankStep:
         mail = Mail(self.world, replica, self.parallel.device)
         return Executor(self.program.stages, replica, mail, self.parallel.reducer, self.recorder)
 
-    @cached_property
-    def _context(self) -> Callable[[int], dict[str, Any]]:
-        @cache
-        def context(mb: int) -> dict[str, Any]:
-            return self.program.prologue.for_rows(self.call, self.tensors, self.whole,
-                                                  *self.rows[mb])
-
-        return context
+    def _context(self, mb: int) -> dict[str, Any]:
+        return self.program.prologue.for_rows(self.call, self.tensors, self.whole, *self.rows[mb])
 
     def _run(self, actions: Schedule, train: bool,
              share: Callable[[dict[int, Values]], None]) -> None:

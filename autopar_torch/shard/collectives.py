@@ -20,6 +20,9 @@ from .price import Move
 from .watch import heard
 
 _LONG = 2**22  # elements
+# Newer versions of torch have other names for them, and older ones not yet.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,20 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 @heard
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
-    """The pieces of all ranks. Gloo's own all-gather is slower than sending to each."""
+    """The pieces of all ranks."""
+    pieces, works = start_gather(x, axis)
+    arrive(works)
+    return pieces
+
+
+def start_gather(x: Tensor, axis: Axis) -> tuple[list[Tensor], list[Any]]:
+    """The pieces of all ranks, under way. Gloo's own all-gather is slower than sending to each."""
     x = x.contiguous()
     if dist.get_backend(axis.group) != "gloo":
         out = x.new_empty((axis.parts, *x.shape))
-        dist.all_gather_into_tensor(out, x, group=axis.group)
-        return list(out.unbind(0))
-    return exchange([x] * axis.parts, axis)
+        work = _gather_single(out, x, group=axis.group, async_op=True)
+        return list(out.unbind(0)), [work]
+    return _start_pieces([x] * axis.parts, axis)
 
 
 @heard
@@ -58,10 +68,15 @@ def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         out = torch.empty_like(sent)
         dist.all_to_all_single(out, sent, group=axis.group)
         return list(out.unbind(0))
+    got, works = _start_pieces(pieces, axis)
+    arrive(works)
+    return got
+
+
+def _start_pieces(pieces: Sequence[Tensor], axis: Axis) -> tuple[list[Tensor], list[Any]]:
     got = [p if j == axis.index else torch.empty_like(p, memory_format=torch.contiguous_format)
            for j, p in enumerate(pieces)]
-    arrive(start_exchange(pieces, got, axis))
-    return got
+    return got, start_exchange(pieces, got, axis)
 
 
 @heard
@@ -78,11 +93,15 @@ def start_exchange(pieces: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) 
 
 
 def start_scatter(rows: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
-    """A row to every rank, under way, and where this rank's rows of all will be.
+    """A row to every rank, to be added up there: under way, and what this rank has to add up (with
+    Gloo the rows of all, else their sum).
 
     On one machine, Gloo's own all-to-all is quicker for a rank that has waited for long; on a link
     of 200 Mbit/s it took a third longer, for no reason that was found.
     """
+    if dist.get_backend(axis.group) != "gloo":
+        total = rows.new_empty((1, *rows.shape[1:]))
+        return total, [_scatter_single(total, rows, group=axis.group, async_op=True)]
     got = torch.empty_like(rows)
     got[axis.index] = rows[axis.index]
     return got, start_exchange(rows.unbind(), got.unbind(), axis)
@@ -116,7 +135,7 @@ def reduce_scatter(x: Tensor, target: Cut, axis: Axis) -> Tensor:
     pieces = [piece(x, target, axis.parts, j) for j in range(axis.parts)]
     if dist.get_backend(axis.group) != "gloo":
         out = torch.empty_like(pieces[0])
-        dist.reduce_scatter_tensor(out, torch.stack(pieces), group=axis.group)
+        _scatter_single(out, torch.stack(pieces), group=axis.group)
         return out
     return added(exchange(pieces, axis))
 

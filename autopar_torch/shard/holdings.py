@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
 
 from ..model import ModelGraph, TensorInfo
-from ..plan import Plan, Stage, peers
+from ..plan import Plan, Stage, peer_groups
 from .layout import PARTIAL, WHOLE, Forms, Part, all_cuts, local_shape, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+GradGroup = tuple[tuple[Part, ...], tuple[int | None, ...]]  # how it is cut, and which copy
 
 
 class LocalParam(NamedTuple):
@@ -30,7 +31,7 @@ class LocalParam(NamedTuple):
         return tuple(all_cuts(self.forms.value, self.mesh, self.place))
 
     @property
-    def grad_group(self) -> tuple[object, ...]:
+    def grad_group(self) -> GradGroup:
         """Equal for ranks whose gradients are to be added: complete copies stay apart."""
         return _grad_group(self.forms, self.mesh, self.place)
 
@@ -49,7 +50,7 @@ class LocalParam(NamedTuple):
 
 
 @cache
-def _grad_group(forms: Forms, mesh: tuple[int, ...], place: tuple[int, ...]) -> tuple[object, ...]:
+def _grad_group(forms: Forms, mesh: tuple[int, ...], place: tuple[int, ...]) -> GradGroup:
     copies = tuple(i if grad == WHOLE else None for grad, i in zip(forms.grad, place, strict=True))
     return (tuple(all_cuts(forms.value, mesh, place)), copies)
 
@@ -84,15 +85,14 @@ def axis_ranks(stage: Stage, rank: int, axis: int) -> tuple[int, ...]:
                      zip(mine, place_in(stage, other), strict=True))))
 
 
-def axis_groups(plan: Plan, graph: ModelGraph) -> list[tuple[int, ...]]:
+def axis_groups(plan: Plan, graph: ModelGraph) -> set[tuple[int, ...]]:
     """Every group of the tensor axes, and of ranks that join statistics of batches."""
-    groups = []
-    for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        for rank in stage.devices:
-            groups += [axis_ranks(stage, rank, a) for a in range(len(stage.axes))]
-            groups += {peers(plan, graph, block, rank)[0]
-                       for block in range(*(stage.blocks or (0, 0)))}
-    return [tuple(sorted(g)) for g in groups if g]
+    groups = {ranks for block in range(len(graph.blocks))
+              for ranks in peer_groups(plan, graph, block)[0]}
+    for stage in {(s.devices, s.axes): s for r in plan.replicas for s in r.stages}.values():
+        groups |= {axis_ranks(stage, rank, a) for rank in stage.devices
+                   for a in range(len(stage.axes))}
+    return {tuple(sorted(group)) for group in groups}
 
 
 def param_forms(plan: Plan, stage: Stage, block: int, slot: str) -> Forms:
@@ -130,6 +130,26 @@ class Holders(list[LocalParam]):
     def by_rank(self) -> dict[int, LocalParam]:
         return {holding.rank: holding for holding in self}
 
+    @property
+    def teams(self) -> Collection[Team]:
+        """All of them, each once."""
+        return self._teams.values() if self._cut_alike else [self._everyone]
+
+    @cached_property
+    def are_whole(self) -> bool:
+        """Whether each has all of the parameter, before any ZeRO cut."""
+        return not any(holding.cuts for holding in self)
+
+    @cached_property
+    def are_regular(self) -> bool:
+        """Whether any two have the same elements or none in common, also under ZeRO."""
+        return self._cut_alike and len({(len(team.ranks), team.shares) for team in self.teams}) == 1
+
+    def first_like(self, rank: int, place: int) -> int:
+        """The first rank at this place of a team whose members are cut like a rank."""
+        cuts = self.by_rank[rank].cuts
+        return min(team.ranks[place] for (own, _), team in self._teams.items() if own == cuts)
+
     def team(self, rank: int) -> Team:
         """The ranks with which a rank sums its gradient."""
         if self._cut_alike:
@@ -141,8 +161,8 @@ class Holders(list[LocalParam]):
         return len({(h.forms, h.mesh) for h in self}) == 1 or len({h.stage for h in self}) == 1
 
     @cached_property
-    def _teams(self) -> dict[tuple[object, ...], Team]:
-        groups: dict[tuple[object, ...], list[LocalParam]] = {}
+    def _teams(self) -> dict[GradGroup, Team]:
+        groups: dict[GradGroup, list[LocalParam]] = {}
         for holding in self:
             groups.setdefault(holding.grad_group, []).append(holding)
         return {group: _cutting(members) for group, members in groups.items()}

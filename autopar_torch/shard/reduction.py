@@ -84,6 +84,26 @@ class Share(NamedTuple):
         return self.piece if self.zero else self.num_local
 
 
+class Own(NamedTuple):
+    """What a rank knows of its part of a parameter without looking at those of the others."""
+
+    boxes: list[Box]
+    speaks: bool  # it is the first of those that have them
+    speaker: int  # the first rank that has any
+
+
+def own_of(share: Share | None, shape: tuple[int, ...], everyone: Holders) -> Own | None:
+    """None where parts overlap in other ways, as under uneven plans. No share: a rank has none."""
+    if not everyone.are_regular or (share and share.team.shares):
+        return None
+    if share is None:
+        return Own([], False, everyone[0].rank)
+    rank = share.holding.rank
+    place = share.team.ranks.index(rank) if share.zero else 0
+    boxes = [box for box in share.boxes(shape) if all(box[1])]
+    return Own(boxes, everyone.first_like(rank, place) == rank, everyone[0].rank)
+
+
 def box_dim(holding: LocalParam) -> int | None:
     """The dim along which the boxes of a part lie one after the other; None if they are a grid."""
     dims = {cut.split.dim for cut in holding.cuts if cut.split.outer > 1}

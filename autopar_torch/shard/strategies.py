@@ -53,7 +53,18 @@ def _strategies_of(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
         return _part_strategies(op, pieces)
     if op.name == "repeat":
         return _repeat_strategies(op, pieces)
-    return [s for factor in factors_of(op) for s in _of_factor(op, factor, pieces)]
+    found = [s for factor in factors_of(op) for s in _of_factor(op, factor, pieces)]
+    return [*found, *_within_groups(op)] if op.name == "scaled_dot_product_attention" else found
+
+
+def _within_groups(op: ShapedOp) -> list[Strategy]:
+    """Where many queries share a key, each part may have some queries of every key: so attention
+    is split in more parts than there are keys."""
+    heads, (q, k) = len(op.out) - 3, op.shapes[:2]
+    if not op.kwargs.get("enable_gqa") or op.at(3, "attn_mask") is not None:
+        return []
+    split = Split(heads, k[heads])
+    return [_strategy(op, {0: split}, split)] if q[heads] > k[heads] else []
 
 
 def _of_factor(op: ShapedOp, factor: DimFactor, pieces: DimParts) -> Iterable[Strategy]:

@@ -20,7 +20,7 @@ from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name
 from ..shard.strategies import strategies
-from . import losses, opaque, shares
+from . import losses, masks, opaque, shares
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
@@ -64,12 +64,12 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
         with contextlib.suppress(TraceError), _told():
             with shortened(model, stacks):
                 captured = capture(model, call, **options)
-            pieces, flat = _cut(captured, known)
+            pieces, flat = _cut(captured, known, call)
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known, local)
     with _told():
         captured = capture(model, call, **options, most_opaque=opaque.MOST)
-        return _assemble(*_cut(captured, known), captured, known, local)
+        return _assemble(*_cut(captured, known, call), captured, known, local)
 
 
 @contextlib.contextmanager
@@ -87,11 +87,14 @@ def _told() -> Iterator[None]:
                          "report this") from error
 
 
-def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBlock], fx.Graph]:
+def _cut(captured: Captured, known: dict[str, ParamInfo],
+         call: Call) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
     opaque.put_in(flat)
     drop_no_ops(flat)
     functionalize(flat, captured.sources)
+    masks.settle(flat, _known(flat, captured, call))
+    drop_no_ops(flat)
     check_sizes(flat)
     _merge_ties(flat, captured.sources)
     batch = [n for n in flat.find_nodes(op="placeholder")
@@ -105,6 +108,20 @@ def _cut(captured: Captured, known: dict[str, ParamInfo]) -> tuple[list[TracedBl
         raise TraceError("nothing in forward depends on a parameter", where="forward")
     note_factors(main)
     return cut(flat, main, captured.sources), flat
+
+
+def _known(flat: fx.Graph, captured: Captured, call: Call) -> masks.Fixed:
+    """The placeholders whose values are the same for every batch that the trace is for."""
+    inputs = [name for name, source in captured.sources.items() if source.kind == "input"]
+    ones = {name for name, own in zip(inputs, call.ones, strict=True) if own}
+    known = {}
+    for node in flat.find_nodes(op="placeholder"):
+        source = captured.sources[node.name]
+        if node.name in ones:
+            known[node] = masks.all_ones(node)
+        elif source.kind == "const":
+            known[node] = captured.consts[source.name].detach().cpu()
+    return known
 
 
 def _prologue(flat: fx.Graph, pieces: list[TracedBlock]) -> fx.Graph:

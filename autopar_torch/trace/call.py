@@ -27,6 +27,7 @@ class Call:
     rows_dims: tuple[int | None, ...]
     num_rows: int
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # (device type, dtype) where it is on
+    ones: tuple[bool, ...] = ()  # which tensors are masks that hide nothing
 
     @property
     def rows(self) -> tuple[bool, ...]:
@@ -37,7 +38,8 @@ class Call:
         """Equal for calls that one trace can serve, whatever their number of rows."""
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
         leaves = tuple(map(shown, self.leaves))
-        return (str(self.spec), leaves, shapes, self.dtypes, self.rows_dims, self.autocast)
+        return (str(self.spec), leaves, shapes, self.dtypes, self.rows_dims, self.autocast,
+                self.ones)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as the caller wrote it."""
@@ -89,4 +91,15 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
     dtypes = tuple(t.dtype for t in tensors)
     cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
                  if torch.is_autocast_enabled(kind))
-    return Call(spec, rest, where, shapes, dtypes, rows_dims, num_rows, cast), tensors
+    paths = [path for path, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]]
+    ones = tuple(_hides_nothing(t, "mask" in pytree.keystr(paths[i]).lower())
+                 for i, t in zip(where, tensors, strict=True))
+    return Call(spec, rest, where, shapes, dtypes, rows_dims, num_rows, cast, ones), tensors
+
+
+def _hides_nothing(tensor: Tensor, named: bool) -> bool:
+    """Whether it is a mask of ones only, as tokenizers give where nothing was padded: attention
+    needs none then."""
+    if tensor.is_meta or tensor.is_floating_point() or not (named or tensor.dtype == torch.bool):
+        return False
+    return bool((tensor == 1).all())
