@@ -39,11 +39,10 @@ class Proposals:
         """Whole pipelines of each grouping in order, until no bound is below the best plan."""
         judge, limits, rows = self.judge, self.judge.limits, self.judge.num_rows
         pinned = [limits.recompute] if limits.recompute is not None else [False, True]
-        zeros = [zero for zero in (0, 1, 2, 3) if limits.zero in (None, zero)]
         queue: list[tuple[float, int, Grouping, Shared | None, bool]] = [
             (own.ideal_s(rows // own.rows), next(judge.serial), own, None, True)
-            for own in groupings(judge.tables, groups, judge.room_bytes, divisors(rows), zeros,
-                                  pinned)]
+            for own in groupings(judge.tables, groups, judge.room_bytes, divisors(rows),
+                                 limits.zeros(2), pinned)]
         heapq.heapify(queue)
         judge.seen["considered"] += len(queue)
         tried, refined = 0, 0
@@ -95,7 +94,7 @@ class Proposals:
         """The best cut of every replica by its bound, for each ZeRO stage."""
         dp = len(family.shape)
         schedule = self.judge.schedules(family.shape, max(sharing.number))[0]
-        for zero in (z for z in (0, 1, 2, 3) if self.judge.limits.zero in (None, z)):
+        for zero in self.judge.limits.zeros(2):
             cuts = []
             for r, lineup in enumerate(family.shape):
                 own, rows, count = self.judge.bounds.of(lineup), sharing.rows[r], sharing.number[r]

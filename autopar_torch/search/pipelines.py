@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .evaluate import _sums
 from .memory import lasting, so_far
 from .shapes import Group, Lineup, Lineups, Sharing
-from .tables import Array, Tables
+from .tables import Array, Tables, sums_before
 
 MOST_KINDS = 600  # multisets of groups that are looked at
 STEPS = 14  # of a bisection
@@ -170,7 +169,7 @@ class Grouping:
     @cached_property
     def _trained(self) -> list[list[float]]:
         """Of every group: bytes of gradients on a device before each border."""
-        return [_sums(self.tables.params(g.option).trained).tolist() for g in self.groups]
+        return [sums_before(self.tables.params(g.option).trained).tolist() for g in self.groups]
 
     def whole_s(self, number: int) -> float:
         """Seconds of a micro-batch for the whole model on one group of a class."""
@@ -178,9 +177,8 @@ class Grouping:
 
     def _work(self, group: Group) -> tuple[Array, Array, Array]:
         """Per block: its forward; with what the stage before waits for; with all its backward."""
-        own = self.tables.blocks(group.option, self.rows, self.recomputes[0], group.device)
-        whole = np.minimum(own.backward, own.input + own.weight)
-        return own.forward, own.forward + np.minimum(own.input, whole), own.forward + whole
+        own = self.tables.quickest(group.option, self.rows, self.recomputes[0], group.device)
+        return own.forward, own.forward + own.input, own.forward + own.backward
 
     def stage(self, number: int, from_end: int) -> Array:
         """First block x end: seconds of a micro-batch, infinite where it does not fit."""
@@ -204,9 +202,10 @@ class Grouping:
         held = lasting(self.zero, dp, params, tables.precision == "bfloat16")
         held = held + so_far(self.zero, dp, params, tables.half_grads)
         came = tables.sends(group.option, self.rows)[0]
-        work = own.forward + np.minimum(own.backward, own.input + own.weight)
-        seconds, size = (sums[None, :] - sums[:, None]
-                         for sums in map(_sums, (work, held + (from_end + 1) * own.kept)))
+        least = tables.quickest(group.option, self.rows, recompute, group.device)
+        work = least.forward + least.backward
+        seconds, size = (sums[None, :] - sums[:, None] for sums in map(
+            sums_before, (work, held + (from_end + 1) * own.kept)))
         more = over.fixed_bytes + float(own.working.max()) + (from_end + 1) * came
         return seconds + over.action_s + over.micro_batch_s, size + more[:, None]
 
