@@ -18,7 +18,15 @@ from autopar_torch.errors import SearchError
 from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Profile
 from autopar_torch.search.best import SAFETY, search
-from autopar_torch.search.shapes import Group, Lineup, Sharing, as_unequal_plan, placed
+from autopar_torch.search.judging import Judge
+from autopar_torch.search.shapes import (
+    Group,
+    Lineup,
+    Sharing,
+    as_unequal_plan,
+    groups_of,
+    placed,
+)
 from autopar_torch.search.space import Constraints, divisors
 from autopar_torch.search.unequal import search_unequal
 from autopar_torch.simulate import simulate
@@ -155,6 +163,17 @@ def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: in
 @MANY
 def test_the_search_finds_what_brute_force_finds_on_many_problems(seed: int) -> None:
     same_as_brute_force(seed, 3)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=40)
+def test_no_plan_of_unequal_devices_is_below_the_bound_by_which_gaps_are_told(seed: int) -> None:
+    given = unequal(seed, 2, by_kind=True)
+    if len(given.graph.blocks) <= 4:
+        judge = Judge(*given, kept=1, many=True)
+        groups = groups_of(judge.cluster, judge.options, judge.limits, judge.measured)
+        bound_s = judge.ideal_s(groups) / (1 + 1e-9)
+        assert all(priced(given, plan) >= bound_s for plan in every_plan(given))
 
 
 def with_one_more(given: Problem, draw: random.Random) -> Problem:

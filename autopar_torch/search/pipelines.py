@@ -2,8 +2,8 @@
 
 A pipeline is a multiset of groups of one size. A dynamic program finds its best order and cut; a
 knapsack finds how many of each kind of pipeline do most micro-batches in a given time, and
-bisection the least time in which all are done. Messages and gradient sums are left out: what it
-finds is a bound, and the plans that come out of it are priced by the engine.
+bisection the least time in which all are done. Messages and the stages' order in time are left out:
+what it finds is about what plans take, which the engine prices.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Grouping:
     # --- how many of each -----------------------------------------------------------------------
 
     def least_s(self, count: int) -> float:
-        """A lower bound of the time for so many micro-batches, parts of pipelines included."""
+        """About the least time for so many micro-batches, parts of pipelines included."""
         if count not in self._least:
             low = self.ideal_s(count)
             self._least[count] = bisected(lambda s: self._most(s) >= count, low) if (
