@@ -59,12 +59,13 @@ def problem(seed: int) -> Problem:
     )  # type: ignore[arg-type]
 
 
-def unequal(seed: int, most: int = 4, by_kind: bool = False) -> Problem:
-    """The same on up to four devices of two or three classes, each on a node of its own. A class
-    has a pace, or one for each kind of blocks."""
+def unequal(seed: int, most: int = 4, by_kind: bool = False,
+            of: tuple[int, ...] = ()) -> Problem:
+    """The same on up to four devices of two or three classes, each on a node of its own, or on
+    so many of each. A class has a pace, or one for each kind of blocks."""
     draw, given = random.Random(seed), problem(seed)
     sizes = draw.choice([(1, 1), (1, 1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (2, 1, 1)])
-    sizes = sizes if sum(sizes) <= most else (1, 1)
+    sizes = of or (sizes if sum(sizes) <= most else (1, 1))
     nodes = tuple((Device(f"d{k}", 1e9, 1e9, draw.choice([10**9, 400_000, 200_000])),) * count
                   for k, count in enumerate(sizes))
     paces = {k: draw.choice([1.0, 1.4, 2.0, 3.0]) for k in range(len(sizes))}

@@ -140,8 +140,8 @@ def found_s(problem: Problem) -> float:
         return float("inf")
 
 
-def same_as_brute_force(seed: int, most: int) -> None:
-    given = unequal(seed, most)
+def same_as_brute_force(seed: int, most: int, of: tuple[int, ...] = ()) -> None:
+    given = unequal(seed, most, of=of)
     blocks = given.graph.blocks[:4]
     zero = seed % 4 if len(given.profile.profile.cluster.devices) > 2 else None
     if len(blocks) == len(given.graph.blocks):
@@ -155,6 +155,13 @@ def same_as_brute_force(seed: int, most: int) -> None:
 @SOME
 def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: int) -> None:
     same_as_brute_force(seed, 2)
+
+
+@given(seeds, st.sampled_from([(2, 2), (1, 3)]))
+@settings(deadline=None, max_examples=5)
+def test_the_search_finds_what_brute_force_finds_on_four_devices_of_two_classes(
+        seed: int, of: tuple[int, ...]) -> None:
+    same_as_brute_force(seed, 4, of)
 
 
 @pytest.mark.slow
