@@ -123,7 +123,7 @@ def _plan(options: argparse.Namespace) -> int:
         return _show(json.loads(files.encode(found)))
     print("      step     memory per device")
     for choice in found.choices[: options.top]:
-        print(line(choice, found.step_s))
+        print(line(choice, found.step_s, found.num_devices))
     print(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
     return 0
 

@@ -18,6 +18,7 @@ from autopar_torch.errors import SearchError
 from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Profile
 from autopar_torch.search.best import SAFETY, search
+from autopar_torch.search.explain import short, summary
 from autopar_torch.search.judging import Judge
 from autopar_torch.search.shapes import (
     Group,
@@ -267,3 +268,11 @@ def test_one_replica_of_each_shape_stands_for_the_others(seed: int) -> None:
         assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
         pairs = zip(short.memory, whole.memory, strict=True)
         assert all(a.peak_bytes >= b.peak_bytes for a, b in pairs)
+
+
+def test_a_plan_in_words_says_how_many_devices_idle() -> None:
+    found = search_unequal(*unequal(3, 3)[:4])
+    words = summary(found).splitlines()[0]
+    idle = found.plan.idle(found.num_devices)
+    assert (f", {len(idle)} device(s) idle" in words) == bool(idle)
+    assert short(found.plan, 99).endswith(f", {99 - len(found.plan.devices)} device(s) idle")
