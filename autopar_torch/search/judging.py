@@ -95,18 +95,22 @@ class Judge:
         class where it is cheapest, and all devices together have so much to pay with per second.
         """
         least: dict[int, Array] = {}  # per class and block: seconds of a device for a row
-        for group, rows in itertools.product(groups, self._row_counts):
+        for group, rows in itertools.product(groups, self.row_counts):
             own = self.bounds.blocks(group, rows)
             seconds = np.diff(own.forward + own.backward) * group.degree / rows
             least[group.device] = np.minimum(least.get(group.device, np.inf), seconds)
         numbers, whole = Counter(self.cluster.class_of), {k: own.sum() for k, own in least.items()}
         price = np.min([least[k] / whole[k] for k in least], axis=0).sum()
-        everyone = range(self.cluster.num_devices)
-        loss_s = self.profile.curve("sum", everyone).seconds(4.0) if len(everyone) > 1 else 0.0
-        return float(self.num_rows * price / sum(numbers[k] / whole[k] for k in least)) + loss_s
+        speed = sum(numbers[k] / whole[k] for k in least)
+        return float(self.num_rows * price / speed) + self.everyone_s
 
     @cached_property
-    def _row_counts(self) -> list[int]:
+    def everyone_s(self) -> float:
+        """Until everyone has the loss, also who idles."""
+        return self.loss_s(((tuple(range(self.cluster.num_devices)),),))
+
+    @cached_property
+    def row_counts(self) -> list[int]:
         """Rows of a micro-batch among which some take least seconds each: what blocks take lies on
         lines between those that were measured."""
         measured = {piece.rows for cell in self.profile.profile.cells for piece in cell.pieces}

@@ -15,6 +15,7 @@ import numpy as np
 from ..plan import BUCKET_BYTES
 from .common import with_common_borders
 from .judging import Family, Judge, Leaf
+from .least import Possible
 from .pipelines import Grouping, Shared, groupings
 from .shapes import Group, Sharing, as_unequal_plan, placed
 from .space import divisors
@@ -47,7 +48,7 @@ class Proposals:
         self._without_stages(bounded)
         self._pipelines(bounded)
         self._in_step(groups)
-        judge.left_out(judge.ideal_s(groups))
+        judge.left_out(Possible(judge, groups).least_s(judge.first_s()))
 
     def _without_stages(self, bounded: Sequence[tuple[float, int, Grouping]]) -> None:
         """The quickest replicas of a single stage, of all groupings."""

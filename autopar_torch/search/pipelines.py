@@ -329,8 +329,22 @@ def bisected(enough: Callable[[float], bool], low: float) -> float:
 
 
 def knapsack(values: Array, uses: Array, have: Array) -> Array:
-    """How much of each kind is worth most, in parts too: a linear program with one row per class,
-    by the simplex method."""
+    """How much of each kind is worth most, in parts too."""
+    basis, inverse = _best_basis(values, uses, have)
+    found = np.zeros(sum(uses.shape))
+    found[basis] = inverse @ have
+    return np.maximum(found[: len(values)], 0.0)
+
+
+def knapsack_prices(values: Array, uses: Array, have: Array) -> Array:
+    """What one more of each class would be worth; no kind is worth more than what it uses."""
+    basis, inverse = _best_basis(values, uses, have)
+    prices: Array = np.append(values, np.zeros(len(have)))[basis] @ inverse
+    return prices
+
+
+def _best_basis(values: Array, uses: Array, have: Array) -> tuple[list[int], Array]:
+    """Of a linear program with one row per class, by the simplex method."""
     rows, count = uses.shape
     table = np.hstack([uses, np.eye(rows)])
     worth = np.concatenate([values, np.zeros(rows)])
@@ -344,9 +358,7 @@ def knapsack(values: Array, uses: Array, have: Array) -> Array:
         column, level = inverse @ table[:, enter], inverse @ have
         ratio = np.where(column > 1e-9, level / np.maximum(column, 1e-9), np.inf)
         basis[int(np.argmin(ratio))] = enter
-    found = np.zeros(count + rows)
-    found[basis] = np.linalg.inv(table[:, basis]) @ have
-    return np.maximum(found[:count], 0.0)
+    return basis, np.linalg.inv(table[:, basis])
 
 
 def groupings(tables: Tables, groups: Sequence[Group], room_bytes: Sequence[float],
