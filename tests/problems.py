@@ -59,16 +59,21 @@ def problem(seed: int) -> Problem:
     )  # type: ignore[arg-type]
 
 
-def unequal(seed: int, most: int = 4) -> Problem:
-    """The same on up to four devices of two or three classes, each on a node of its own."""
+def unequal(seed: int, most: int = 4, by_kind: bool = False,
+            of: tuple[int, ...] = ()) -> Problem:
+    """The same on up to four devices of two or three classes, each on a node of its own, or on
+    so many of each. A class has a pace, or one for each kind of blocks."""
     draw, given = random.Random(seed), problem(seed)
     sizes = draw.choice([(1, 1), (1, 1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (2, 1, 1)])
-    sizes = sizes if sum(sizes) <= most else (1, 1)
+    sizes = of or (sizes if sum(sizes) <= most else (1, 1))
     nodes = tuple((Device(f"d{k}", 1e9, 1e9, draw.choice([10**9, 400_000, 200_000])),) * count
                   for k, count in enumerate(sizes))
-    paces = [draw.choice([1.0, 1.4, 2.0, 3.0]) for _ in sizes]
-    cells = tuple(replace(cell, device=k, pieces=tuple(_slower(p, pace) for p in cell.pieces))
-                  for cell in given.profile.profile.cells for k, pace in enumerate(paces))
+    paces = {k: draw.choice([1.0, 1.4, 2.0, 3.0]) for k in range(len(sizes))}
+    own = {(k, kind): draw.choice([0.3, 1.0, 3.0]) if by_kind else 1.0
+           for k in paces for kind in given.graph.kinds}
+    cells = tuple(replace(cell, device=k, pieces=tuple(
+        _slower(p, pace * own[k, cell.kind]) for p in cell.pieces))
+        for cell in given.profile.profile.cells for k, pace in paces.items())
     cluster = Cluster(nodes, Link(1e-4, draw.choice([1e6, 1e8])), Link(1e-3, 1e7))
     found = replace(given.profile.profile, cluster=cluster, cells=cells, curves=())
     return given._replace(profile=lookup(found), num_rows=draw.choice([2, 4]))

@@ -65,8 +65,8 @@ def test_pipelines_with_common_borders_share_out_all_micro_batches() -> None:
     pool = pools.Pool(DATA, POOLS[0]["pool"])
     judge = Judge(pool.graph, pool.options, pool.links, ROWS, pools.LIMITS, 1, True)
     groups = groups_of(pool.profile.cluster, pool.options, pools.LIMITS, judge.measured)
-    *_, own = groupings(judge.tables, groups, judge.room_bytes, [4], [0], [False])
-    found = list(with_common_borders(own, ROWS // 4, 99))
+    found = [shared for own in groupings(judge.tables, groups, judge.room_bytes, [4], [0], [False])
+             for shared in with_common_borders(own, ROWS // 4, 99)]
     assert {len({group.device for line in one.shape for group in line}) for one in found} == {1, 2}
     for shared in found:
         assert sum(shared.sharing.number) == ROWS // 4

@@ -18,7 +18,17 @@ from autopar_torch.errors import SearchError
 from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Profile
 from autopar_torch.search.best import SAFETY, search
-from autopar_torch.search.shapes import Group, Lineup, Sharing, as_unequal_plan, placed
+from autopar_torch.search.explain import short, summary
+from autopar_torch.search.judging import Judge
+from autopar_torch.search.least import Possible
+from autopar_torch.search.shapes import (
+    Group,
+    Lineup,
+    Sharing,
+    as_unequal_plan,
+    groups_of,
+    placed,
+)
 from autopar_torch.search.space import Constraints, divisors
 from autopar_torch.search.unequal import search_unequal
 from autopar_torch.simulate import simulate
@@ -132,8 +142,8 @@ def found_s(problem: Problem) -> float:
         return float("inf")
 
 
-def same_as_brute_force(seed: int, most: int) -> None:
-    given = unequal(seed, most)
+def same_as_brute_force(seed: int, most: int, of: tuple[int, ...] = ()) -> None:
+    given = unequal(seed, most, of=of)
     blocks = given.graph.blocks[:4]
     zero = seed % 4 if len(given.profile.profile.cluster.devices) > 2 else None
     if len(blocks) == len(given.graph.blocks):
@@ -149,12 +159,30 @@ def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: in
     same_as_brute_force(seed, 2)
 
 
+@given(seeds, st.sampled_from([(2, 2), (1, 3)]))
+@settings(deadline=None, max_examples=5)
+def test_the_search_finds_what_brute_force_finds_on_four_devices_of_two_classes(
+        seed: int, of: tuple[int, ...]) -> None:
+    same_as_brute_force(seed, 4, of)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @given(seeds)
 @MANY
 def test_the_search_finds_what_brute_force_finds_on_many_problems(seed: int) -> None:
     same_as_brute_force(seed, 3)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=40)
+def test_no_plan_of_unequal_devices_is_below_the_bound_by_which_gaps_are_told(seed: int) -> None:
+    given = unequal(seed, 2, by_kind=True)
+    if len(given.graph.blocks) <= 4:
+        judge = Judge(*given, kept=1, many=True)
+        groups = groups_of(judge.cluster, judge.options, judge.limits, judge.measured)
+        best_s = min((priced(given, plan) for plan in every_plan(given)), default=float("inf"))
+        assert Possible(judge, groups).least_s(1.5 * best_s) <= best_s * (1 + 1e-9)
 
 
 def with_one_more(given: Problem, draw: random.Random) -> Problem:
@@ -241,3 +269,11 @@ def test_one_replica_of_each_shape_stands_for_the_others(seed: int) -> None:
         assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
         pairs = zip(short.memory, whole.memory, strict=True)
         assert all(a.peak_bytes >= b.peak_bytes for a, b in pairs)
+
+
+def test_a_plan_in_words_says_how_many_devices_idle() -> None:
+    found = search_unequal(*unequal(3, 3)[:4])
+    words = summary(found).splitlines()[0]
+    idle = found.plan.idle(found.num_devices)
+    assert (f", {len(idle)} device(s) idle" in words) == bool(idle)
+    assert short(found.plan, 99).endswith(f", {99 - len(found.plan.devices)} device(s) idle")

@@ -19,7 +19,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         return show(json.loads(files.encode(found)))
     rows = ["      step     memory per device"]
-    rows += [line(choice, found.step_s) for choice in found.choices[: options.top]]
+    rows += [line(choice, found.step_s, found.num_devices)
+             for choice in found.choices[: options.top]]
     rows.append(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
     return lines(rows)
 

@@ -64,6 +64,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
     gap: Annotated[float, Meta(ge=0.0, le=1.0)]
     seconds: Seconds
     measured: tuple[Seconds, ...] = ()  # real steps of the first plans, if they were confirmed
+    num_devices: Index = 0  # that there are: what a plan does not name idles
 
     @property
     def best(self) -> Choice:
@@ -124,7 +125,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
         for f in hunt.best
     )
     return Result(choices, len(found), dict(hunt.discarded), hunt.priced, hunt.gap,
-                  time.perf_counter() - start)
+                  time.perf_counter() - start, num_devices=cluster.num_devices)
 
 
 class _Cuts(NamedTuple):

@@ -15,16 +15,20 @@ import numpy as np
 from .pipelines import TINY, Grouping, PipelineKind, Shared, bisected, in_front, shared_out
 from .tables import Array
 
+MOST_STAGES = 2**30
 
-def with_common_borders(own: Grouping, count: int, most: int,
-                        limit_s: float = math.inf) -> Iterator[Shared]:
+
+def with_common_borders(own: Grouping, count: int, most: int, limit_s: float = math.inf,
+                        most_stages: int = MOST_STAGES) -> Iterator[Shared]:
     """So many micro-batches on whole pipelines of each set of classes: the quickest few, if they
     are within the limit."""
     classes = [c for c, n in enumerate(own.num_groups) if n]
     found: list[tuple[float, list[tuple[PipelineKind, int]]]] = []
     for size in range(1, len(classes) + 1):
         for chosen in itertools.combinations(classes, size):
-            for cut in _cuts(own, chosen):
+            if not own.speaks_for(chosen):
+                continue
+            for cut in itertools.islice(_cuts(own, chosen), most_stages):
                 kinds = _kinds(own, chosen, cut)
                 found.append((_seconds(kinds, count, limit_s), kinds))
     for seconds, kinds in sorted(found, key=lambda entry: entry[0])[:most]:
@@ -57,12 +61,13 @@ def _kinds(own: Grouping, chosen: Sequence[int],
     """Pipelines of each class with these borders, and how many there are."""
     stages = len(cut) - 1
     numbers = [own.num_groups[c] // stages for c in chosen]
-    sums, kinds = own.sums_s(chosen, numbers, cut), []
+    kinds = []
     for c in chosen:
         each = [float(own.stage(c, stages - 1 - p)[cut[p], cut[p + 1]]) for p in range(stages)]
-        late = max(0.0, sums - max(each))
         kinds.append(PipelineKind((own.groups[c],) * stages, cut, max(each), sum(each), 0.0, 0.0,
-                                  1.0, late))
+                                  1.0, 0.0))
+    kinds = [kind._replace(late_s=late)
+             for kind, late in zip(kinds, own.late_s(kinds), strict=True)]
     return list(zip(kinds, numbers, strict=True))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..simulate.walk import WORKS, Pipeline
 from .memory import PositionMemory, staying
 from .space import Candidate
-from .tables import Array, Blocks, Tables
+from .tables import Array, Blocks, Tables, sums_before
 
 FORWARD, BACKWARD, INPUT, WEIGHT, FIRST_B, FIRST_W, LAST_B, LAST_W = range(WORKS)
 
@@ -74,7 +74,7 @@ class Pricer:
         work = self._works(blocks, adding, added)
         split = c.schedule == "zero_bubble"
         self.seconds = work[FORWARD] + (work[INPUT] + work[WEIGHT] if split else work[BACKWARD])
-        self.work, self.adding = _sums(work), _sums(adding)
+        self.work, self.adding = sums_before(work), sums_before(adding)
         ahead = tables.sends(c.option, self.rows)[0]
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
                          (c.dp, c.pp, c.zero) if c.zero >= 2 else None)
@@ -87,9 +87,9 @@ class Pricer:
         world = self.tp * c.pp * c.dp
         self.loss_s = tables.curve("sum", 0, 1, world).seconds(4.0) if world > 1 else 0.0
         byte_s = self.over.update_s_per_byte / (c.dp if c.zero else 1)
-        self.update = _sums(byte_s * self.params.trained
+        self.update = sums_before(byte_s * self.params.trained
                             + self.over.update_s_per_tensor * self.params.number)
-        self.leaf = _sums(self.params.leaf)
+        self.leaf = sums_before(self.params.leaf)
 
     def _works(self, blocks: Blocks, adding: Array, added: Array) -> Array:
         """Fields of `Pipeline` per block. Later gradients are added to earlier ones. ZeRO 2 and 3
@@ -265,10 +265,3 @@ def gathering(tables: Tables, c: Candidate) -> Array:
     known = {size: curve.seconds(size) + size * over.fill_s_per_byte if size else 0.0
              for size in set(leaf.tolist())}
     return np.array([known[size] for size in leaf.tolist()])
-
-
-def _sums(values: Array) -> Array:
-    """Sums over the blocks before each border, along the last axis."""
-    found = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
-    np.cumsum(values, axis=-1, out=found[..., 1:])
-    return found

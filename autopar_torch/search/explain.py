@@ -10,8 +10,14 @@ from .best import Choice, Result
 MIB = 2**20
 
 
-def short(plan: Plan) -> str:
-    """`tp 2 x pp 2 x dp 1, 4 micro-batches, 1f1b`; of unequal replicas each in words."""
+def short(plan: Plan, num_devices: int = 0) -> str:
+    """`tp 2 x pp 2 x dp 1, 4 micro-batches, 1f1b`; of unequal replicas each in words. With the
+    number of devices there are, how many of them idle."""
+    idle = len(plan.idle(num_devices))
+    return _replicas(plan) + (f", {idle} device(s) idle" if idle else "")
+
+
+def _replicas(plan: Plan) -> str:
     replica = plan.replicas[0]
     words = [_in_words(own) for own in plan.replicas]
     if len(set(words)) > 1 or (len({stage.devices[0] for stage in replica.stages}) > 1 and len(
@@ -48,17 +54,18 @@ def _sizes(replica: Replica) -> list[str]:
     return [f"{count}x{size}" if count > 1 else str(size) for size, count in runs]
 
 
-def line(choice: Choice, best_s: float) -> str:
+def line(choice: Choice, best_s: float, num_devices: int = 0) -> str:
     """A plan with its figures beside the best."""
     slower = choice.step_s / best_s - 1
     return (f"{choice.step_s * 1e3:9.2f} ms  {choice.memory_bytes / MIB:9.1f} MiB  "
-            f"{f'{slower:+.1%}' if slower else 'best':>8}  {short(choice.plan)}")
+            f"{f'{slower:+.1%}' if slower else 'best':>8}  {short(choice.plan, num_devices)}")
 
 
 def summary(found: Result, num_others: int = 4) -> str:
     """One screen: the plan, the prediction, the runners-up, how exact."""
-    rows = [line(choice, found.step_s) for choice in found.choices[: 1 + num_others]]
-    lines = [f"plan: {short(found.plan)}", "predicted step, memory per device:"]
+    rows = [line(choice, found.step_s, found.num_devices)
+            for choice in found.choices[: 1 + num_others]]
+    lines = [f"plan: {short(found.plan, found.num_devices)}", "predicted step, memory per device:"]
     lines += [f"  {row}" for row in rows]
     if found.measured:
         shown = ", ".join(f"{s * 1e3:.2f} ms" for s in found.measured)

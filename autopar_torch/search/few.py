@@ -65,8 +65,7 @@ class Enumeration:
         return max(ends, default=np.inf)
 
     def _expand(self, family: Family) -> None:
-        zeros = [zero for zero in ((0, 1, 2, 3) if len(family.shape) > 1 else (0,))
-                 if self.judge.limits.zero in (None, zero)]
+        zeros = self.judge.limits.zeros(len(family.shape))
         for units in self._units(family):
             sharing = family.sharing(units)
             if len(set(zip(*sharing, strict=True))) == 1 and not family.rows:

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -88,15 +88,33 @@ class Judge:
         return max(0.0, 1 - self.left_out_s / self.first_s())
 
     def ideal_s(self, groups: Sequence[Group]) -> float:
-        """All devices compute all the time, each with the rows and in the group that suit it."""
-        speed = 0.0  # rows per second
-        for device, count in Counter(self.cluster.class_of).items():
-            best = [group.degree * float(own.forward[-1] + own.backward[-1]) / rows
-                    for group in groups if group.device == device
-                    for rows in divisors(self.num_rows)
-                    for own in [self.bounds.blocks(group, rows)]]
-            speed += count / min(best, default=np.inf)
-        return self.num_rows / speed
+        """No plan is faster: all devices compute all the time, each block with the rows and in the
+        group that suit it; then everyone gets the loss.
+
+        A device's seconds are priced by how quick its class is. A block costs no less than on the
+        class where it is cheapest, and all devices together have so much to pay with per second.
+        """
+        least: dict[int, Array] = {}  # per class and block: seconds of a device for a row
+        for group, rows in itertools.product(groups, self.row_counts):
+            own = self.bounds.blocks(group, rows)
+            seconds = np.diff(own.forward + own.backward) * group.degree / rows
+            least[group.device] = np.minimum(least.get(group.device, np.inf), seconds)
+        numbers, whole = Counter(self.cluster.class_of), {k: own.sum() for k, own in least.items()}
+        price = np.min([least[k] / whole[k] for k in least], axis=0).sum()
+        speed = sum(numbers[k] / whole[k] for k in least)
+        return float(self.num_rows * price / speed) + self.everyone_s
+
+    @cached_property
+    def everyone_s(self) -> float:
+        """Until everyone has the loss, also who idles."""
+        return self.loss_s(((tuple(range(self.cluster.num_devices)),),))
+
+    @cached_property
+    def row_counts(self) -> list[int]:
+        """Rows of a micro-batch among which some take least seconds each: what blocks take lies on
+        lines between those that were measured."""
+        measured = {piece.rows for cell in self.profile.profile.cells for piece in cell.pieces}
+        return sorted({*divisors(self.num_rows), *(n for n in measured if n < self.num_rows)})
 
     def even(self) -> None:
         """On all devices of every set of classes, each as the slowest of them. With many devices

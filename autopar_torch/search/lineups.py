@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +13,12 @@ from numpy.typing import NDArray
 from ..plan import ScheduleName
 from ..profile import Lookup, Overheads
 from ..simulate.walk import Pipeline, walk
-from .evaluate import _sums
 from .memory import lasting, so_far
 from .shapes import Group, Lineup
-from .tables import Array, Ints, Tables
+from .tables import Array, Ints, Least, Tables, sums_before
 
 Bools = NDArray[np.bool_]
 MOST_CUTS = 400  # so many cuts of a lineup are all looked at; of more, those nearest to balance
-
-
-class _BlockSums(NamedTuple):
-    """Sums over the blocks before each border, one micro-batch on one class of devices."""
-
-    forward: Array
-    backward: Array  # the quicker of one backward and of one in two parts
-    input: Array  # what the stage before waits for
 
 
 class Bounds:
@@ -36,7 +26,7 @@ class Bounds:
 
     def __init__(self, tables: Tables, recompute: bool, room_bytes: Sequence[float]) -> None:
         self.tables, self.recompute, self.room_bytes = tables, recompute, room_bytes
-        self._blocks: dict[tuple[Group, int], _BlockSums] = {}
+        self._blocks: dict[tuple[Group, int], Least] = {}
         self._lineups: dict[Lineup, LineupBounds] = {}
 
     @property
@@ -51,14 +41,11 @@ class Bounds:
     def known(self) -> Iterable[LineupBounds]:
         return self._lineups.values()
 
-    def blocks(self, group: Group, rows: int) -> _BlockSums:
+    def blocks(self, group: Group, rows: int) -> Least:
+        """Sums over the blocks before each border."""
         if (group, rows) not in self._blocks:
-            own = self.tables.blocks(group.option, rows, self.recompute, group.device)
-            whole = np.minimum(own.backward, own.input + own.weight)
-            added = np.minimum(own.added, 0.0)
-            self._blocks[group, rows] = _BlockSums(
-                _sums(own.forward), _sums(whole + added),
-                _sums(np.minimum(own.input, whole) + added))
+            own = self.tables.quickest(group.option, rows, self.recompute, group.device)
+            self._blocks[group, rows] = Least._make(sums_before(np.array(own)))
         return self._blocks[group, rows]
 
 
@@ -110,10 +97,7 @@ class LineupBounds:
                 backs: Sequence[float]) -> Array:
         """Per cut: from the first forward to the last backward, for so many micro-batches of so
         many rows. `sends` and `backs`: seconds of a message after each stage but the last."""
-        own = [self.shared.blocks(group, rows) for group in self.lineup]
-        f, w, i = (self._between([getattr(sums, name) for sums in own])
-                   for name in _BlockSums._fields)
-        f = f + self._before_forward
+        f, w, i = self._per_stage(rows)
         p, m, there, back = len(self.lineup), count, sum(sends), sum(backs)
         if p == 1:
             return m * (f + w)[:, 0]
@@ -158,10 +142,14 @@ class LineupBounds:
 
     def until_sums(self, rows: int, count: int) -> Array:
         """Cut x stage: the least seconds before its last backward, when its sums can begin."""
-        f, w = (self._by_stage([np.diff(getattr(self.shared.blocks(group, rows), name))
-                                for group in self.lineup]) for name in ("forward", "backward"))
-        f = f + self._before_forward
+        f, w, _ = self._per_stage(rows)
         return f.cumsum(axis=1) + (count - 1) * (f + w)
+
+    def _per_stage(self, rows: int) -> Least:
+        """Each of them: cut x stage."""
+        own = [self.shared.blocks(group, rows) for group in self.lineup]
+        f, w, i = (self._between([sums[k] for sums in own]) for k in range(3))
+        return Least(f + self._before_forward, w, i)
 
     @cached_property
     def _before_forward(self) -> Array:
@@ -173,7 +161,7 @@ class LineupBounds:
 
     def _by_stage(self, values: Sequence[Array]) -> Array:
         """Cut x stage: the sum of something over the blocks of each stage, by its group."""
-        return self._between([_sums(own) for own in values])
+        return self._between([sums_before(own) for own in values])
 
     def _between(self, sums: Sequence[Array]) -> Array:
         """Cut x stage: by the sums over the blocks before each border, one per stage."""

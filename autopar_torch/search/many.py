@@ -15,11 +15,13 @@ import numpy as np
 from ..plan import BUCKET_BYTES
 from .common import with_common_borders
 from .judging import Family, Judge, Leaf
+from .least import Possible
 from .pipelines import Grouping, Shared, groupings
 from .shapes import Group, Sharing, as_unequal_plan, placed
 from .space import divisors
 
-MOST_PRICED = 8  # of each kind: how many the engine prices
+MOST_PRICED = 16  # of each kind of pipelines: how many the engine prices
+MOST_IN_STEP = 8  # the same of replicas that share out rows
 MOST_REFINED = 48  # of how many groupings the kinds of pipelines are worked out
 MOST_ALIKE = 2  # with common borders, of each grouping
 STAGES = (1, 2, 4, 8)  # of a pipeline, and micro-batches, where rows are shared out
@@ -36,35 +38,61 @@ class Proposals:
         return time.perf_counter() > self.deadline
 
     def run(self, groups: Sequence[Group]) -> None:
-        """Whole pipelines of each grouping in order, until no bound is below the best plan."""
         judge, limits, rows = self.judge, self.judge.limits, self.judge.num_rows
         pinned = [limits.recompute] if limits.recompute is not None else [False, True]
-        zeros = [zero for zero in (0, 1, 2, 3) if limits.zero in (None, zero)]
+        # with different numbers of micro-batches, ZeRO 2 and 3 do what 1 does
+        zeros = limits.zeros(2) if limits.zero else limits.zeros(2)[:2]
+        bounded = sorted((own.ideal_s(rows // own.rows), k, own) for k, own in enumerate(
+            groupings(judge.tables, groups, judge.room_bytes, divisors(rows), zeros, pinned)))
+        judge.seen["considered"] += len(bounded)
+        self._without_stages(bounded)
+        self._pipelines(bounded)
+        self._in_step(groups)
+        judge.left_out(Possible(judge, groups).least_s(judge.first_s()))
+
+    def _without_stages(self, bounded: Sequence[tuple[float, int, Grouping]]) -> None:
+        """The quickest replicas of a single stage, of all groupings."""
+        found: list[tuple[float, int, int, Shared]] = []
+        for ideal_s, k, own in bounded:
+            if ideal_s >= self.judge.first_s() or self.late:
+                break
+            found += [(shared.seconds, k, own.zero, shared) for shared in with_common_borders(
+                own, self.judge.num_rows // own.rows, 1, self.judge.first_s(), 1)]
+        for seconds, _, zero, shared in sorted(found)[:MOST_PRICED]:
+            if seconds < self.judge.first_s() and not self.late:
+                self._written(shared, zero)
+
+    def _pipelines(self, bounded: Sequence[tuple[float, int, Grouping]]) -> None:
+        """Whole pipelines of each grouping in order, until no bound is below the best plan."""
+        judge, rows = self.judge, self.judge.num_rows
         queue: list[tuple[float, int, Grouping, Shared | None, bool]] = [
-            (own.ideal_s(rows // own.rows), next(judge.serial), own, None, True)
-            for own in groupings(judge.tables, groups, judge.room_bytes, divisors(rows), zeros,
-                                  pinned)]
-        heapq.heapify(queue)
-        judge.seen["considered"] += len(queue)
-        tried, refined = 0, 0
-        while queue and tried < MOST_PRICED and queue[0][0] < judge.first_s() and not self.late:
+            (ideal_s, k, own, None, True) for ideal_s, k, own in bounded]
+        tried: set[tuple[object, ...]] = set()
+        serial, refined = itertools.count(len(bounded)), 0
+        while (queue and len(tried) < MOST_PRICED and queue[0][0] < judge.first_s()
+               and not self.late):
             _, number, own, shared, rough = heapq.heappop(queue)
             if shared is not None:
-                tried += 1
-                self._written(shared, own.zero)
+                key = (shared.shape, tuple(shared.cuts), shared.sharing, own.zero)
+                if key not in tried:
+                    tried.add(key)
+                    self._written(shared, own.zero)
             elif rough and refined < MOST_REFINED:
                 refined += 1
                 heapq.heappush(queue, (own.least_s(rows // own.rows), number, own, None, False))
             elif not rough:
                 for found in self._shared(own, rows // own.rows):
-                    heapq.heappush(queue, (found.seconds, next(judge.serial), own, found, False))
+                    heapq.heappush(queue, (found.seconds, next(serial), own, found, False))
+
+    def _in_step(self, groups: Sequence[Group]) -> None:
+        """Replicas that share out the rows of as many micro-batches each."""
+        judge = self.judge
         leaves = sorted(((judge.walked_s(leaf), next(judge.serial), leaf)
                          for leaf in self._by_rows(groups)), key=lambda entry: entry[:2])
         judge.seen["considered"] += len(leaves)
-        for walked_s, _, leaf in leaves[:MOST_PRICED]:
+        for walked_s, _, leaf in leaves[:MOST_IN_STEP]:
             if walked_s < judge.first_s() and not self.late:
                 judge.offer(judge.plan(leaf))
-        judge.left_out(judge.ideal_s(groups))
 
     def _shared(self, own: Grouping, count: int) -> Iterator[Shared]:
         """The quickest of either kind."""
@@ -88,14 +116,14 @@ class Proposals:
         shared = ((family, self.judge.even_out(family)) for family in found if not self.late)
         bounded = [(max(self.judge.own_s(family, r, own) for r, own in enumerate(given)), k, family,
                     given) for k, (family, given) in enumerate(shared) if given]
-        for _, _, family, given in heapq.nsmallest(MOST_PRICED, bounded):
+        for _, _, family, given in heapq.nsmallest(MOST_IN_STEP, bounded):
             yield from self._leaves(family, family.sharing(given))
 
     def _leaves(self, family: Family, sharing: Sharing) -> Iterator[Leaf]:
         """The best cut of every replica by its bound, for each ZeRO stage."""
         dp = len(family.shape)
         schedule = self.judge.schedules(family.shape, max(sharing.number))[0]
-        for zero in (z for z in (0, 1, 2, 3) if self.judge.limits.zero in (None, z)):
+        for zero in self.judge.limits.zeros(2):
             cuts = []
             for r, lineup in enumerate(family.shape):
                 own, rows, count = self.judge.bounds.of(lineup), sharing.rows[r], sharing.number[r]

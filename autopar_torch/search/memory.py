@@ -9,7 +9,7 @@ import numpy as np
 
 from ..simulate.memory import STATES
 from .space import SCHEDULES, Candidate
-from .tables import Array, Blocks, Ints, Params
+from .tables import Array, Blocks, Ints, Params, sums_before
 
 
 class PositionMemory:
@@ -27,13 +27,13 @@ class PositionMemory:
         self.candidate, self.fixed, self.bucket = c, fixed_bytes, bucket
         self.lasting = lasting(c.zero, c.dp, params, copies)
         self.states = STATES * params.trained / (c.dp if c.zero else 1)
-        self.params = _sums(self.lasting)
-        self.trained, self.stash = _sums(params.trained), _sums(blocks.stash)
-        self.kept = self.stash if c.schedule == "zero_bubble" else _sums(blocks.kept)
+        self.params, self.trained, self.stash, kept, self.stays = sums_before(np.array([
+            self.lasting, params.trained, blocks.stash, blocks.kept,
+            so_far(c.zero, c.dp, params, half_grads)])).tolist()
+        self.kept = self.stash if c.schedule == "zero_bubble" else kept
         self.splits_last = c.schedule == "1f1b" and not c.recompute
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
-        self.stays = _sums(so_far(c.zero, c.dp, params, half_grads))
         self.flight = in_flight(SCHEDULES.index(c.schedule), c.pp, c.micro_batches, c.virtual,
                                 np.arange(c.pp)).tolist()
 
@@ -110,7 +110,3 @@ def in_flight(schedule: int | Ints, pp: int | Ints, count: int | Ints, virtual: 
     fewer = {"1f1b": 1, "gpipe": 0, "zero_bubble": 0, "interleaved": 2}  # from position to position
     ahead = np.choose(schedule, [first[name] - fewer[name] * position for name in SCHEDULES])
     return np.minimum(most, ahead)
-
-
-def _sums(values: Array) -> list[float]:
-    return [0.0, *np.cumsum(values).tolist()]

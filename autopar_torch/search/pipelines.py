@@ -2,8 +2,8 @@
 
 A pipeline is a multiset of groups of one size. A dynamic program finds its best order and cut; a
 knapsack finds how many of each kind of pipeline do most micro-batches in a given time, and
-bisection the least time in which all are done. Messages and gradient sums are left out: what it
-finds is a bound, and the plans that come out of it are priced by the engine.
+bisection the least time in which all are done. Messages and the stages' order in time are left out:
+what it finds is about what plans take, which the engine prices.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from .evaluate import _sums
 from .memory import lasting, so_far
 from .shapes import Group, Lineup, Lineups, Sharing
-from .tables import Array, Tables
+from .tables import Array, Tables, sums_before
 
 MOST_KINDS = 600  # multisets of groups that are looked at
 STEPS = 14  # of a bisection
@@ -63,14 +62,19 @@ class Grouping:
     """Groups of each class, micro-batches of so many rows, a ZeRO stage."""
 
     def __init__(self, tables: Tables, groups: Sequence[Group], num_groups: Sequence[int],
-                 room_bytes: Sequence[float], rows: int, zero: int,
-                 recomputes: Sequence[bool]) -> None:
+                 room_bytes: Sequence[float], rows: int, zero: int, recomputes: Sequence[bool],
+                 first: Collection[Group],
+                 stages: dict[tuple[Group, int, int, int], Array]) -> None:
         self.tables, self.groups, self.num_groups = tables, groups, list(num_groups)
         self.room_bytes, self.rows, self.zero, self.recomputes = room_bytes, rows, zero, recomputes
         self.num_blocks = len(tables.graph.blocks)
-        self._stages: dict[tuple[int, int], Array] = {}
+        self.first, self._stages = first, stages  # of each class; of all groupings
         self._least: dict[int, float] = {}
         self._of_groups: dict[frozenset[Group], tuple[float, float, float]] = {}
+
+    def speaks_for(self, chosen: Sequence[int]) -> bool:
+        """Of all groupings that are alike in these classes, one is the first in all others."""
+        return all(c in chosen or group in self.first for c, group in enumerate(self.groups))
 
     def ideal_s(self, count: int) -> float:
         """All groups are busy all the time; and no micro-batch is there and back sooner than on
@@ -150,16 +154,24 @@ class Grouping:
             self._of_groups[groups] = forward, back, ahead
         return self._of_groups[groups]
 
-    def sums_s(self, chosen: Sequence[int], numbers: Sequence[int], cut: Sequence[int]) -> float:
-        """About: seconds for the gradients of the largest stage, summed over so many pipelines of
-        each of these classes that lie one behind the other."""
-        team, size = [], 0.0
-        for c, number in zip(chosen, numbers, strict=True):
-            group = self.groups[c]
-            team += self._ranks[c][:: group.degree * (len(cut) - 1)][:number]
-            trained = self._trained[c]
-            size = max(size, *(trained[b] - trained[a] for a, b in pairwise(cut)))
-        return self._summed_s(team, size) if len(team) > 1 else 0.0
+    def late_s(self, some: Sequence[PipelineKind]) -> list[float]:
+        """About: what gathers and sums of the largest stage add to each, if they share a batch.
+        ZeRO gathers parameters first; the last micro-batch's backward hides sums."""
+        steps = {c: own.lineup.count(group) * group.degree
+                 for own in some for c, group in enumerate(self.groups) if group in own.lineup}
+        team = sorted(rank for c, step in steps.items() for rank in self._ranks[c][::step])
+        if len(team) < 2:
+            return [0.0] * len(some)
+        gather, summed = (self.tables.profile.curve(op, team).seconds
+                          for op in ("gather", "scatter" if self.zero else "sum"))
+        found = []
+        for own in some:
+            of = [self.groups.index(group) for group in own.lineup]
+            trained, leaf = (max(sums[c][b] - sums[c][a] for c, (a, b) in zip(
+                of, pairwise(own.cut), strict=True)) for sums in self._sizes)
+            first_s = gather(leaf) if self.zero else 0.0
+            found.append(first_s + max(0.0, summed(trained) - own.slowest_s))
+        return found
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
@@ -168,9 +180,11 @@ class Grouping:
         return [[r for r, k in enumerate(class_of) if k == g.device] for g in self.groups]
 
     @cached_property
-    def _trained(self) -> list[list[float]]:
-        """Of every group: bytes of gradients on a device before each border."""
-        return [_sums(self.tables.params(g.option).trained).tolist() for g in self.groups]
+    def _sizes(self) -> list[list[list[float]]]:
+        """Of every group: bytes of gradients on a device before each border; and of leaves."""
+        params = [self.tables.params(group.option) for group in self.groups]
+        return [[sums_before(own).tolist() for own in column]
+                for column in ([p.trained for p in params], [p.leaf for p in params])]
 
     def whole_s(self, number: int) -> float:
         """Seconds of a micro-batch for the whole model on one group of a class."""
@@ -178,42 +192,44 @@ class Grouping:
 
     def _work(self, group: Group) -> tuple[Array, Array, Array]:
         """Per block: its forward; with what the stage before waits for; with all its backward."""
-        own = self.tables.blocks(group.option, self.rows, self.recomputes[0], group.device)
-        whole = np.minimum(own.backward, own.input + own.weight)
-        return own.forward, own.forward + np.minimum(own.input, whole), own.forward + whole
+        own = self.tables.quickest(group.option, self.rows, self.recomputes[0], group.device)
+        return own.forward, own.forward + own.input, own.forward + own.backward
 
     def stage(self, number: int, from_end: int) -> Array:
         """First block x end: seconds of a micro-batch, infinite where it does not fit."""
-        if (number, from_end) not in self._stages:
-            group, best = self.groups[number], np.array(np.inf)
+        group = self.groups[number]
+        key = group, self.rows, self.zero, from_end
+        if key not in self._stages:
+            best = np.full((self.num_blocks + 1,) * 2, np.inf)
             for recompute in self.recomputes:
                 seconds, size = self._spans(group, from_end, recompute)
                 best = np.minimum(best, np.where(size <= self.room_bytes[group.device], seconds,
                                                  np.inf))
-            lower = np.tril_indices(self.num_blocks + 1)
-            self._stages[number, from_end] = best
-            self._stages[number, from_end][lower] = np.inf
-        return self._stages[number, from_end]
+            best[np.tril_indices(self.num_blocks + 1)] = np.inf
+            self._stages[key] = best
+        return self._stages[key]
 
     def _spans(self, group: Group, from_end: int, recompute: bool) -> tuple[Array, Array]:
         """First block x end: seconds and bytes of a stage so far from the last one."""
         tables = self.tables
         own = tables.blocks(group.option, self.rows, recompute, group.device)
         params, over = tables.params(group.option), tables.profile.overheads(group.device)
-        dp = max(1, sum(self.num_groups) // (from_end + 1)) if self.zero else 1
-        held = lasting(self.zero, dp, params, tables.precision == "bfloat16")
-        held = held + so_far(self.zero, dp, params, tables.half_grads)
+        zero = min(self.zero, 1)  # what 2 and 3 save besides, they do not where numbers differ
+        dp = max(1, tables.cluster.num_devices // (from_end + 1)) if zero else 1
+        held = lasting(zero, dp, params, tables.precision == "bfloat16")
+        held = held + so_far(zero, dp, params, tables.half_grads)
         came = tables.sends(group.option, self.rows)[0]
-        work = own.forward + np.minimum(own.backward, own.input + own.weight)
-        seconds, size = (sums[None, :] - sums[:, None]
-                         for sums in map(_sums, (work, held + (from_end + 1) * own.kept)))
+        least = tables.quickest(group.option, self.rows, recompute, group.device)
+        work = least.forward + least.backward
+        seconds, size = (sums[None, :] - sums[:, None] for sums in map(
+            sums_before, (work, held + (from_end + 1) * own.kept)))
         more = over.fixed_bytes + float(own.working.max()) + (from_end + 1) * came
         return seconds + over.action_s + over.micro_batch_s, size + more[:, None]
 
     # --- how many of each -----------------------------------------------------------------------
 
     def least_s(self, count: int) -> float:
-        """A lower bound of the time for so many micro-batches, parts of pipelines included."""
+        """About the least time for so many micro-batches, parts of pipelines included."""
         if count not in self._least:
             low = self.ideal_s(count)
             self._least[count] = bisected(lambda s: self._most(s) >= count, low) if (
@@ -251,21 +267,9 @@ class Grouping:
         done = bisected(lambda s: sum(n * kind.micro_batches(s) for kind, n in some) >= count,
                          seconds)
         found = shared_out(some, done, count, self.rows)
-        if len(found.shape) > 1:  # of the last micro-batch's backward, sums can hide
-            done += max(max(0.0, self._own_sums_s(kind) - kind.slowest_s) for kind, _ in some)
+        if len(found.shape) > 1:
+            done += max(self.late_s([kind for kind, _ in some]))
         return found._replace(seconds=done)
-
-    def _own_sums_s(self, kind: PipelineKind) -> float:
-        """Of its largest stage, over a rank of every node, as replicas lie on all of them."""
-        cluster = self.tables.cluster
-        team = cluster.start_of if len(cluster.nodes) > 1 else range(cluster.num_devices)
-        trained = [self.tables.params(group.option).trained[a:b].sum()
-                   for group, (a, b) in zip(kind.lineup, pairwise(kind.cut), strict=True)]
-        return self._summed_s(team, float(max(trained)))
-
-    def _summed_s(self, team: Sequence[int], num_bytes: float) -> float:
-        curve = self.tables.profile.curve("scatter" if self.zero else "sum", team)
-        return curve.seconds(num_bytes)
 
     def _whole(self, values: Array) -> list[int]:
         free = np.array(self.num_groups, float)
@@ -325,8 +329,22 @@ def bisected(enough: Callable[[float], bool], low: float) -> float:
 
 
 def knapsack(values: Array, uses: Array, have: Array) -> Array:
-    """How much of each kind is worth most, in parts too: a linear program with one row per class,
-    by the simplex method."""
+    """How much of each kind is worth most, in parts too."""
+    basis, inverse = _best_basis(values, uses, have)
+    found = np.zeros(sum(uses.shape))
+    found[basis] = inverse @ have
+    return np.maximum(found[: len(values)], 0.0)
+
+
+def knapsack_prices(values: Array, uses: Array, have: Array) -> Array:
+    """What one more of each class would be worth; no kind is worth more than what it uses."""
+    basis, inverse = _best_basis(values, uses, have)
+    prices: Array = np.append(values, np.zeros(len(have)))[basis] @ inverse
+    return prices
+
+
+def _best_basis(values: Array, uses: Array, have: Array) -> tuple[list[int], Array]:
+    """Of a linear program with one row per class, by the simplex method."""
     rows, count = uses.shape
     table = np.hstack([uses, np.eye(rows)])
     worth = np.concatenate([values, np.zeros(rows)])
@@ -340,9 +358,7 @@ def knapsack(values: Array, uses: Array, have: Array) -> Array:
         column, level = inverse @ table[:, enter], inverse @ have
         ratio = np.where(column > 1e-9, level / np.maximum(column, 1e-9), np.inf)
         basis[int(np.argmin(ratio))] = enter
-    found = np.zeros(count + rows)
-    found[basis] = np.linalg.inv(table[:, basis]) @ have
-    return np.maximum(found[:count], 0.0)
+    return basis, np.linalg.inv(table[:, basis])
 
 
 def groupings(tables: Tables, groups: Sequence[Group], room_bytes: Sequence[float],
@@ -351,9 +367,13 @@ def groupings(tables: Tables, groups: Sequence[Group], room_bytes: Sequence[floa
     """One tensor degree per class, for every number of rows and ZeRO stage."""
     cluster = tables.cluster
     by_node = Counter(zip(cluster.node_of, cluster.class_of, strict=True))
-    by_class = [[g for g in groups if g.device == k] for k in range(len(cluster.classes))]
-    for chosen in itertools.product(*filter(None, by_class)):
+    by_class = [own for k in range(len(cluster.classes))
+                if (own := [g for g in groups if g.device == k])]
+    first = {own[0] for own in by_class}
+    stages: dict[tuple[Group, int, int, int], Array] = {}
+    for chosen in itertools.product(*by_class):
         counts = [sum(n // g.degree for (_, k), n in by_node.items() if k == g.device)
                   for g in chosen]
         for rows, zero in itertools.product(row_counts, zeros):
-            yield Grouping(tables, chosen, counts, room_bytes, rows, zero, recomputes)
+            yield Grouping(tables, chosen, counts, room_bytes, rows, zero, recomputes, first,
+                           stages)

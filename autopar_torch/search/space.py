@@ -60,6 +60,10 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     # "local": ops that look at the whole batch may look at the rows of a replica and micro-batch.
     batch_statistics: Literal["global", "local"] = "global"
 
+    def zeros(self, dp: int) -> list[int]:
+        """ZeRO stages that may be tried; a single replica has no use for them."""
+        return [zero for zero in ((0, 1, 2, 3) if dp > 1 else (0,)) if self.zero in (None, zero)]
+
     def capacity_bytes(self, cluster: Cluster, devices: Iterable[int] | None = None) -> int:
         """Bytes that a plan may take on each of these devices, else on every one."""
         known = cluster.devices
@@ -155,9 +159,8 @@ def _counts(dp: int, num_rows: int) -> list[int]:
 def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:
     """Combine each with every ZeRO stage and recompute; a single replica has no use for ZeRO."""
     choices = [choice for choice in (False, True) if _allows(limits.recompute, choice)]
-    zeros = [0, 1, 2, 3] if limits.zero is None else [limits.zero]
-    alone = [(0, recompute) for recompute in choices if _allows(limits.zero, 0)]
-    many = [(zero, recompute) for zero in zeros for recompute in choices]
+    alone, many = ([(zero, recompute) for zero in limits.zeros(dp) for recompute in choices]
+                   for dp in (1, 2))
     tails = np.array([*alone, *many], dtype=np.int64).reshape(-1, 2)
     single = heads[:, 2] == 1
     lengths = np.where(single, len(alone), len(many))

@@ -53,6 +53,15 @@ class Blocks(NamedTuple):
     stash: Array  # bytes kept of it for the weight part of a split backward
 
 
+class Least(NamedTuple):
+    """Per block, or summed over the blocks before each border: the least seconds of a micro-batch
+    on one device, whatever the schedule."""
+
+    forward: Array
+    backward: Array  # the quicker of one backward and of one in two parts
+    input: Array  # what the stage before waits for
+
+
 class Tables:
     """Looked up once per option, rows and kind; spread over the blocks by index."""
 
@@ -182,6 +191,12 @@ class Tables:
             self._blocks[key] = Blocks(*self.columns(*key).T[:, self.programs[option][1]])
         return self._blocks[key]
 
+    def quickest(self, option: int, rows: int, recompute: bool, device: int) -> Least:
+        own = self.blocks(option, rows, recompute, device)
+        backward = np.minimum(own.backward, own.input + own.weight)
+        added = np.minimum(own.added, 0.0)
+        return Least(own.forward, backward + added, np.minimum(own.input, backward) + added)
+
     def params(self, option: int) -> Params:
         """A parameter that several blocks share counts where it is used first."""
         if option not in self._params:
@@ -271,6 +286,13 @@ class Tables:
         return parts_of(sharding.mesh, parse_forms(sharding.forms[slot]).value)
 
 
+def sums_before(values: Array) -> Array:
+    """Sums over the blocks before each border, along the last axis."""
+    found = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=found[..., 1:])
+    return found
+
+
 def _sorted(which: Ints) -> tuple[Ints, Ints]:
     """Blocks in the order of their programs, and where each of these begins."""
     order = np.argsort(which, kind="stable")
@@ -290,4 +312,4 @@ def _column(cost: BlockCost) -> list[float]:
     ]
 
 
-__all__ = ["Array", "Blocks", "Ints", "Params", "Tables"]
+__all__ = ["Array", "Blocks", "Ints", "Least", "Params", "Tables", "sums_before"]

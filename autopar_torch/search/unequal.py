@@ -59,4 +59,4 @@ def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup
             where="constraints", fix="leave some of them open")
     return Result(tuple(choice for _, _, choice in judge.best), judge.seen["considered"],
                   dict(judge.discarded), judge.seen["priced"], judge.gap,
-                  time.perf_counter() - start)
+                  time.perf_counter() - start, num_devices=cluster.num_devices)

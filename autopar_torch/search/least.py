@@ -1,0 +1,159 @@
+"""The least seconds in which many devices can do a batch, whatever the plan.
+
+A stage of a pipeline begins when the first micro-batch has passed those before it. So with m
+micro-batches of r rows, in each of which a part `phi` or more of all work is forward, the stages do
+no more by T than T * sum(v_p * (1 - phi / m) ** p) rows: v_p rows a second if stage p held all
+blocks, the quickest stage first. (It is the optimum of a linear program over the seconds of the
+stages.) Each class of devices gets a price in rows at which no pipeline does more than what its
+devices cost; then all of them do no more than they cost together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from .judging import Judge
+from .pipelines import knapsack_prices
+from .shapes import Group
+from .tables import Array, Least
+
+MOST_ROWS = 32  # of a micro-batch: up to so many, each number is looked at
+FEW_STAGES = 3  # up to so many, all pipelines are looked at one by one
+HALVINGS = 10  # of a bisection
+TINY = 1e-12  # instead of a division by zero
+WORTH = (1.0, 1.03, 1.06, 1.1, 1.2, 1.4, 2.0, 3.0)  # of a row, tried in turn
+
+
+class Pace(NamedTuple):
+    """Micro-batches of so many rows."""
+
+    rows: int
+    speeds: Array  # of each group: rows a second, if it held all blocks
+    whole_s: Array  # of each group: a micro-batch, as the only stage
+    phi: float  # the least part of a block's work that is forward
+    chain_s: float  # at least, until the first of them has come back
+
+
+class Possible:
+    """Bounds for the groups that a search may use."""
+
+    def __init__(self, judge: Judge, groups: Sequence[Group]) -> None:
+        self.judge, self.groups = judge, groups
+        self.num_blocks = len(judge.graph.blocks)
+        numbers, self.classes = Counter(judge.cluster.class_of), sorted({g.device for g in groups})
+        self.have = np.array([float(numbers[k]) for k in self.classes])
+        self.uses = np.array([[group.degree * (group.device == k) for group in groups]
+                              for k in self.classes], dtype=float)
+        self.few = [np.array(list(itertools.combinations_with_replacement(range(len(groups)), n)))
+                    for n in range(2, min(FEW_STAGES, self.num_blocks) + 1)]
+        self.few_uses = np.hstack([self.uses] + [self.uses[:, own].sum(axis=2) for own in self.few])
+
+    def least_s(self, high: float) -> float:
+        """No plan takes less. It is looked for up to where a plan is known."""
+        low = self.judge.ideal_s(self.groups)
+        for _ in range(HALVINGS if high < np.inf else 0):
+            middle = (low + high) / 2
+            if self.most_rows(middle - self.judge.everyone_s) < self.judge.num_rows:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def most_rows(self, seconds: float) -> float:
+        """No plan does more by then."""
+        paces = [pace for pace in self._paces if pace.chain_s <= seconds]
+        if self._more_rows_s <= seconds or not paces:
+            return np.inf if paces else 0.0
+        values = np.max([self._few(pace, seconds) for pace in paces], axis=0)
+        prices = np.maximum(knapsack_prices(values, self.few_uses, self.have), TINY)
+        prices = prices * max(1.0, (values / (prices @ self.few_uses)).max())
+        for pace in paces:
+            while not self._covered(pace, seconds, prices):
+                prices = prices * 1.005
+        return float(prices @ self.have)
+
+    def _few(self, pace: Pace, seconds: float) -> Array:
+        """Rows of each group alone, and of each short pipeline."""
+        found = [pace.rows * np.floor(seconds / pace.whole_s)]
+        for own in self.few:
+            speeds = -np.sort(-pace.speeds[own], axis=1)
+            count = np.floor(seconds * speeds.sum(axis=1) / pace.rows)
+            for _ in range(own.shape[1]):  # each of them takes off less than one micro-batch
+                late = (1 - pace.phi / np.maximum(count, 1.0))[:, None] ** np.arange(own.shape[1])
+                over = count * pace.rows > seconds * (speeds * late).sum(axis=1) * (1 + 1e-9)
+                count = np.maximum(count - over, 0.0)
+            found.append(pace.rows * count)
+        return np.concatenate(found)
+
+    def _covered(self, pace: Pace, seconds: float, prices: Array) -> bool:
+        """Whether no longer pipeline does more than it costs: for some worth of a row, its stages
+        cost less than they are worth by no more than that worth is above one."""
+        costs, cut = prices @ self.uses, FEW_STAGES + 1
+        most = int(seconds * self.num_blocks * pace.speeds.max() / pace.rows)
+        for fewer, count in itertools.pairwise(_steps(most) if self.num_blocks >= cut else []):
+            late = (1 - pace.phi / count) ** np.arange(self.num_blocks)
+            rows = seconds * pace.speeds[:, None] * late
+            for worth in WORTH:
+                left = (costs[:, None] - worth * rows).min(axis=0)
+                over = (worth - 1) * (fewer + 1) * pace.rows
+                if over + left[:cut].sum() + np.minimum(left[cut:], 0.0).sum() >= -1e-9:
+                    break
+            else:
+                return False
+        return True
+
+    @cached_property
+    def _paces(self) -> list[Pace]:
+        counts = range(1, min(MOST_ROWS, self.judge.num_rows) + 1)
+        blocks = [self._blocks(rows) for rows in counts]
+        work = np.array([[own.forward + own.backward for own in row] for row in blocks])
+        parts = (work / work.sum(axis=2, keepdims=True)).min(axis=(0, 1))
+        parts = parts / parts.sum()  # of each block, in all the work
+        found = []
+        for rows, row, own in zip(counts, blocks, np.maximum(work, TINY), strict=True):
+            speeds = (rows * parts / own).max(axis=1)
+            phi = float((np.array([least.forward for least in row]) / own).min())
+            found.append(Pace(rows, speeds, self._alone_s(rows, own), min(phi, 1.0), _chain_s(row)))
+        return found
+
+    @cached_property
+    def _more_rows_s(self) -> float:
+        """The same of any micro-batch that is larger."""
+        more = [rows for rows in self.judge.row_counts if rows > MOST_ROWS]
+        return _chain_s([own for rows in [MOST_ROWS, *more] for own in self._blocks(rows)]
+                        ) if more else np.inf
+
+    def _blocks(self, rows: int) -> list[Least]:
+        return [self.judge.tables.quickest(group.option, rows, self.judge.bounds.recompute,
+                                           group.device) for group in self.groups]
+
+    def _alone_s(self, rows: int, work: Array) -> Array:
+        """Where activations find no room, they are computed again, or not at all."""
+        judge, tables, found = self.judge, self.judge.tables, work.sum(axis=1)
+        for k, (device, option, _) in enumerate(self.groups):
+            kept = tables.blocks(option, rows, judge.bounds.recompute, device).kept.sum()
+            if kept + tables.profile.overheads(device).fixed_bytes > judge.room_bytes[device]:
+                found[k] = np.inf
+                if judge.limits.recompute is None:
+                    again = tables.quickest(option, rows, True, device)
+                    found[k] = (again.forward + again.backward).sum()
+        return found
+
+
+def _chain_s(blocks: Sequence[Least]) -> float:
+    """Each block forward, and what the stage before waits for, where it is quickest."""
+    return float(np.min([own.forward + own.input for own in blocks], axis=0).sum())
+
+
+def _steps(most: int) -> list[int]:
+    """From none to most, ever further apart."""
+    found = [0]
+    while found[-1] < most:
+        found.append(min(most, found[-1] + 1 + found[-1] // 8))
+    return found
