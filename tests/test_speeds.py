@@ -20,7 +20,7 @@ from autopar_torch.cluster import CPU_CORE, LOOPBACK, Cluster
 from autopar_torch.find import choose
 from autopar_torch.find.session import cluster_of
 from autopar_torch.measure import detect, quotas
-from autopar_torch.measure.speeds import APART, ERRORS, Pace, classes, of_paces
+from autopar_torch.measure.speeds import APART, ERRORS, Timed, classes, of_paces
 from netlab import Lab, Node
 from quiet import patient
 from ranks import run_ranks
@@ -32,9 +32,9 @@ GIB = 2**30
 # --- classes --------------------------------------------------------------------------------
 
 
-def drawn(chance: random.Random) -> list[Pace]:
+def drawn(chance: random.Random) -> list[Timed]:
     errors = chance.choice([0.0, 0.02, 0.2])
-    return [Pace(chance.choice([1.0, 1.04, 1.3, 2.0]) * chance.uniform(0.99, 1.01),
+    return [Timed(chance.choice([1.0, 1.04, 1.3, 2.0]) * chance.uniform(0.99, 1.01),
                  errors * chance.random()) for _ in range(chance.randint(1, 12))]
 
 
@@ -52,7 +52,7 @@ def test_classes_are_runs_of_paces_that_are_about_equal(seed: int) -> None:
         assert slower > usual * (1 + APART)
     shuffled = chance.sample(range(len(paces)), len(paces))
     assert classes([paces[i] for i in shuffled]) == [found[i] for i in shuffled]
-    assert classes([Pace(3 * p.seconds, p.error) for p in paces]) == found
+    assert classes([Timed(3 * p.seconds, p.error) for p in paces]) == found
     speeds = of_paces(paces)
     assert max(speeds) == 1.0 and all(0.4 < speed <= 1.0 for speed in speeds)
 
@@ -60,9 +60,9 @@ def test_classes_are_runs_of_paces_that_are_about_equal(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_differences_that_may_be_chance_or_are_small_make_no_classes(seed: int) -> None:
     chance = random.Random(seed)
-    near = [Pace(chance.uniform(1.0, 1.0 + APART)) for _ in range(9)]
+    near = [Timed(chance.uniform(1.0, 1.0 + APART)) for _ in range(9)]
     error = 1.0 / ERRORS
-    unsure = [Pace(chance.uniform(1.0, 2.0), error) for _ in range(9)]
+    unsure = [Timed(chance.uniform(1.0, 2.0), error) for _ in range(9)]
     assert {*classes(near), *classes(unsure)} == {0}
     assert of_paces(near) == [1.0] * 9
 

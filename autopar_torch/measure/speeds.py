@@ -23,7 +23,7 @@ GPU_ROWS = 2**13  # so that kernels outlast their launches
 ERRORS = 2.0  # standard errors by which a difference is no chance
 
 
-class Pace(NamedTuple):
+class Timed(NamedTuple):
     """Seconds that some work takes, and their relative error."""
 
     seconds: float
@@ -79,14 +79,14 @@ def _speeds(sites: Sequence[Site], seen: Sequence[Sequence[float]]) -> list[floa
     found, crowd = [1.0] * len(sites), crowds(sites)
     for units in _units(sites).values():
         own = list(units.values())
-        paces = [Pace(fmean(median(seen[r]) / crowd[r] for r in ranks),
+        paces = [Timed(fmean(median(seen[r]) / crowd[r] for r in ranks),
                       max(relative_error(seen[r]) for r in ranks)) for ranks in own]
         for ranks, speed in zip(own, of_paces(paces), strict=True):
             found = [speed if r in ranks else old for r, old in enumerate(found)]
     return found
 
 
-def of_paces(paces: Sequence[Pace]) -> list[float]:
+def of_paces(paces: Sequence[Timed]) -> list[float]:
     """Part of the speed of the fastest class, the same for all of a class."""
     number = classes(paces)
     usual = [median(p.seconds for p, own in zip(paces, number, strict=True) if own == k)
@@ -94,11 +94,11 @@ def of_paces(paces: Sequence[Pace]) -> list[float]:
     return [max(STEP, round(round(usual[0] / usual[k] / STEP) * STEP, 2)) for k in number]
 
 
-def classes(paces: Sequence[Pace]) -> list[int]:
+def classes(paces: Sequence[Timed]) -> list[int]:
     """The class of each pace, the fastest first: who is slower than the usual one of a class, by
     more than chance and more than it costs to know, begins the next."""
     number = [0] * len(paces)
-    members: list[Pace] = []
+    members: list[Timed] = []
     last = 0
     for i in sorted(range(len(paces)), key=paces.__getitem__):
         if members and _slower(paces[i], members):
@@ -108,7 +108,7 @@ def classes(paces: Sequence[Pace]) -> list[int]:
     return number
 
 
-def _slower(pace: Pace, members: Sequence[Pace]) -> bool:
+def _slower(pace: Timed, members: Sequence[Timed]) -> bool:
     chance = math.hypot(pace.error, members[-1].error)
     usual = median(member.seconds for member in members)
     return pace.seconds > usual * (1 + max(APART, ERRORS * chance))
