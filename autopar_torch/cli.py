@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--out", required=True, help="file for what was measured")
     measured.add_argument("--seconds", type=_seconds, default=QUICK_S,
                           help=f"time to spend after a quick pass ({QUICK_S:.0f})")
+    env = verbs.add_parser("env", help="say what is here: versions, and every GPU")
+    env.set_defaults(command=_env)
     run = verbs.add_parser("run", help="start a script under torchrun")  # --plan comes first
     how = run.add_mutually_exclusive_group(required=True)
     how.add_argument("--plan", help="file of the plan that the script trains under")
@@ -111,6 +113,16 @@ def _verb(verbs: Any, name: str, command: Callable[[argparse.Namespace], int], a
 
 
 # --- commands -------------------------------------------------------------------------------------
+
+
+def _env(options: argparse.Namespace) -> int:
+    import torch
+
+    from .measure import nvml
+
+    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(*nvml.lines(), sep="\n")
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
