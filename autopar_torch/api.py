@@ -372,6 +372,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     _follow(parallel, asked.changes)
     if parallel.world.rank == 0:
         _tell(plan, traced, parallel.world.size)
+        _tell_precision(plan.precision, parallel.device)
 
 
 def _follow(parallel: ParallelModel, changes: following.OnChange) -> None:
@@ -445,3 +446,12 @@ def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:
         if not any("S" in text for text in sharding.ops.values()):
             log.warning("%s has no dim that %s devices can share, so each computes all of it",
                         sharding.kind, "x".join(map(str, sharding.mesh)))
+
+
+def _tell_precision(precision: Precision, device: torch.device) -> None:
+    """A GPU computes float32 products at a fraction of its rate: nobody should do so unawares."""
+    if (device.type, precision, torch.get_float32_matmul_precision()) == (
+            "cuda", "float32", "highest"):
+        log.warning('products are computed in full float32, the slowest way on %s: '
+                    'torch.set_float32_matmul_precision("high") allows TF32, and '
+                    'constraints={"precision": "bfloat16"} keeps float32 masters', device)

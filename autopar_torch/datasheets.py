@@ -22,6 +22,7 @@ PART = re.compile(r"(?:([0-9]{1,7})x)?([0-9]{1,7})x([0-9]*[A-Za-z][^\s@+]*)(?:@(
 RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([MGT])(b|B)/s", re.ASCII)
 SCALE = {"M": 1e6, "G": 1e9, "T": 1e12}
 BITS = {"b": 8, "B": 1}  # in a byte
+SIZE_APART = 0.2  # of its memory: a driver keeps some
 LEAST_RATE, MOST_RATE = 1e3, 1e15  # bytes per second
 
 
@@ -99,6 +100,20 @@ def hardware(name: str) -> Hardware:
             return found
     raise PlanError(f"no hardware is called {name!r}", where="profiling/hardware",
                     fix=f"known are: {', '.join(known()) or 'none'}")
+
+
+def of_product(product: str, memory_bytes: int) -> Hardware | None:
+    """The datasheet of a device by the name that its driver gives it ("NVIDIA H100 80GB HBM3") and
+    its memory, as one name stands for several sizes."""
+    words = set(re.split(r"[^A-Z0-9]+", product.upper()))
+    likely = [own for name, own in known().items() if name.upper().split("-")[0] in words]
+    like = [own for own in likely if ("PCIE" in words) == ("PCIE" in own.device.name.upper())]
+
+    def apart(own: Hardware) -> float:
+        return abs(own.device.memory_bytes / memory_bytes - 1)
+
+    found = min(like or likely, key=apart, default=None)
+    return found if found and apart(found) < SIZE_APART else None
 
 
 def network(text: str, usual: Network) -> Network:

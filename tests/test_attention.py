@@ -18,6 +18,7 @@ from autopar_torch.shard.rules import op_name
 from autopar_torch.shard.strategies import strategies
 from autopar_torch.trace import Traced, masks, trace
 from autopar_torch.trace.call import take_apart
+from test_shard import _sharding
 
 SEQ, VOCAB = 13, 64
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -184,3 +185,14 @@ def test_grouped_heads_may_be_split_in_these_ways(heads: int, keys: int, parts: 
                             for x, layout in zip((q, k, v), strategy.ins, strict=True)))
                 for index in range(parts)]
         torch.testing.assert_close(join(made, strategy.out), attention(q, k, v))
+
+
+@pytest.mark.parametrize("keys, parts, way", [(8, 8, "S1,S1,S1>S1"), (2, 4, "S1/2,R,R>S1/2")])
+def test_heads_are_still_split_where_queries_share_keys(keys: int, parts: int, way: str) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+             "num_key_value_heads": keys, "num_hidden_layers": 3, "vocab_size": 32000}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        ids = torch.zeros(1, 4096, dtype=torch.long)
+    found = _sharding(traced(model, {"input_ids": ids, "labels": ids}), mesh=(parts,))
+    assert found.ops[masks.ATTENTION] == way

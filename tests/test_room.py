@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,16 @@ def test_rows_are_halved_down_to_one(nanogpt: tuple[Traced, dict[str, torch.Tens
     needs = [BlockNeed(kind, None, rows) for kind in traced.graph.kinds for rows in (1, 64)]
     assert set(capped(needs, traced, float("inf"))) == set(needs)
     assert {need.rows for need in capped(needs, traced, 0.0)} == {1}
+
+
+def test_ways_to_split_of_which_no_row_fits_are_left_out_unless_none_would_be_left() -> None:
+    model, batch = big_models.llama_405b()
+    traced = trace(model, take_apart((), batch)[0], dtype=torch.bfloat16)
+    limits = Constraints(precision="bfloat16", rings="never")
+    cluster = offline.place_of("1x8xH100")
+    options = list(offline.known_of(traced, 8, cluster, limits).options)
+    found = measuring._measurable(options, traced, cluster)
+    assert {math.prod(o.mesh) for o in options} == {1, 2, 4, 8}
+    assert 8 in {math.prod(o.mesh) for o in found} and 1 not in {math.prod(o.mesh) for o in found}
+    small = offline.place_of("1x8xT4")
+    assert measuring._measurable(options, traced, small) == options

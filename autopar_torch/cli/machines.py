@@ -36,13 +36,13 @@ def env(options: argparse.Namespace) -> int:
 def _environment() -> list[tuple[str, str]]:
     import torch
 
+    from ..measure import nvml
+
     rows = [("python", platform.python_version()), ("system", platform.platform())]
     there = {package.name: package.version for package in metadata.distributions()}
     rows += [(name, there[name]) for name in PACKAGES if name in there]
     rows += [("cuda of torch", str(torch.version.cuda)), ("CPU cores", str(os.cpu_count()))]
-    for k in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(k)
-        rows.append((f"GPU {k}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB"))
+    rows += [("GPU", line) for line in nvml.lines()]
     if shutil.which("nvidia-smi"):
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True,
                               timeout=60, check=False)

@@ -19,7 +19,7 @@ from ..cluster import CPU_CORE, GPU, Cluster
 from ..errors import AutoparError
 from ..limits import Name
 from ..measure.links import Lines
-from ..measure.room import PART, capped
+from ..measure.room import PART, capped, chain_bytes
 from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
@@ -82,7 +82,8 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
             world: World, device: torch.device, cluster: Cluster, limits: Constraints,
             seconds: float = QUICK_S) -> Known:
     """Links first, since they decide how blocks are split; then everything the plans need."""
-    ways_known = _options(traced, call, world, device, cluster, limits)
+    ways_known = _measurable(_options(traced, call, world, device, cluster, limits), traced,
+                             cluster)
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
     if not found:
         return Known(tuple(ways_known), Profile(cluster, ()), digest(traced.graph), made_with())
@@ -182,8 +183,24 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
             need = by_key[block.kind, program_key(sharding, recomputed)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None
-    least = min(device.memory_bytes for node in cluster.nodes for device in node)
-    return capped(every, traced, PART * least), curves
+    return capped(every, traced, _room_bytes(cluster)), curves
+
+
+def _room_bytes(cluster: Cluster) -> float:
+    return PART * min(device.memory_bytes for device in cluster.devices)
+
+
+def _measurable(options: list[Option], traced: Traced, cluster: Cluster) -> list[Option]:
+    """Without the ways to split of which not even a row fits; all of them where none would be left,
+    so that it is told what is missing."""
+    blocks = traced.graph.blocks
+    found = [option for option in options if chain_bytes(list(dict.fromkeys(
+        BlockNeed(block.kind, sharding, 1) for block, sharding in zip(
+            blocks, option.shardings, strict=True))), traced) <= _room_bytes(cluster)]
+    if found and len(found) < len(options):
+        log.info("left out, as blocks of it do not fit at one row: tensor groups of %s", ", ".join(
+            "x".join(map(str, option.mesh)) for option in options if option not in found))
+    return found or options
 
 
 def _options(traced: Traced, call: Call, world: World, device: torch.device, cluster: Cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import platform
@@ -15,9 +16,11 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
-from ..cluster import CPU_CORE, INFINIBAND, LOOPBACK, NVLINK, Cluster, Device
+from .. import datasheets
+from ..cluster import CPU_CORE, GPU, INFINIBAND, LOOPBACK, NVLINK, Cluster, Device
 from . import quotas
 
+log = logging.getLogger("autopar_torch")
 LEAST_STEP = 2**26
 
 
@@ -38,7 +41,9 @@ def here() -> Site:
     """The site of this process, as it was when it was first asked for: memory in use changes."""
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return Site(_node(), f"cuda {gpu.uuid}", 1, math.inf, _gpu())
+        free_bytes = torch.cuda.mem_get_info()[0]
+        return Site(_node(), f"cuda {gpu.uuid}", 1, math.inf, _gpu(),
+                    torch.cuda.memory_reserved(), free_bytes)
     found = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     number = len(found) or os.cpu_count() or 1
     return Site(_node(), f"{_machine()} cores {found or number}", number, quotas.cores(), _cpu(),
@@ -73,8 +78,14 @@ def _model_name() -> str:
 
 
 def _gpu() -> Device:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Device(properties.name, 312e12, 2e12, properties.total_memory, "detected")
+    """By its datasheet, with the memory that the driver sees; an A100 where there is none."""
+    own = torch.cuda.get_device_properties(torch.cuda.current_device())
+    sheet = datasheets.of_product(own.name, own.total_memory)
+    if sheet is None:
+        log.warning("no datasheet of %s: it is planned with as if it were an A100", own.name)
+        return Device(own.name, GPU.flops_per_s, GPU.memory_bytes_per_s, own.total_memory,
+                      "detected")
+    return replace(sheet.device, memory_bytes=own.total_memory)
 
 
 def crowds(sites: Sequence[Site]) -> list[float]:
@@ -110,7 +121,7 @@ def cluster(sites: Sequence[Site], speeds: Sequence[float] = (), held_bytes: int
 def _room(site: Site, num_ranks: int, held_bytes: int) -> int:
     """Bytes for the tensors of one rank, rounded down: the ranks of a node share its memory."""
     if torch.cuda.is_available():
-        return site.device.memory_bytes
+        return int(min(site.device.memory_bytes, site.used_bytes + site.left_bytes))
     share = site.device.memory_bytes // num_ranks
     room = min(share, share - site.used_bytes + held_bytes, site.left_bytes + held_bytes)
     step = _step(max(0.0, room))

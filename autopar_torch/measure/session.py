@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
@@ -24,6 +25,7 @@ from ..profile import (
     merged,
 )
 from ..trace import Traced
+from . import nvml
 from .blocks import BACKWARDS, Axes, Context, Ground, TimedChain
 from .bytes import TensorBytes
 from .links import Lines, Places, barrier
@@ -31,6 +33,8 @@ from .overheads import Extras
 from .room import Chain, chain_bytes, chain_of
 from .samples import Variation, slowdowns, variation
 from .stats import NOISE_LIMIT, quantiles
+
+log = logging.getLogger("autopar_torch")
 
 
 class Session:
@@ -115,6 +119,9 @@ class Session:
             barrier(self.places)
             self.lines.round()
             self.extras.round()
+        if slowed := nvml.slowed_by(self.device):
+            log.warning("%s of rank %d is slowed down by %s: what it measures is not what it can "
+                        "do", self.device, self.places.rank, " and ".join(slowed))
 
     def profile(self) -> Profile:
         """All that was measured so far, the same on every rank."""

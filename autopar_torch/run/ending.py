@@ -48,7 +48,7 @@ def _sockets() -> dict[int, str]:
 
 def cut() -> None:
     """Wake every thread that waits for a peer: its wait ends with an error."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()
         return
     now = _sockets()

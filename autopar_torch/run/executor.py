@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..plan import Replica
 from ..schedule import AHEAD, Action, Op, Schedule
+from ..shard.collectives import backend_of
 from .pace import Stopwatch
 from .params import Reducer
 from .record import Recorder, Silent
@@ -50,7 +51,7 @@ class Mail:
         self.replica, self.device = replica, device
         self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.posted: dict[Action, tuple[list[Any], Values]] = {}
-        self.tagged = dist.is_initialized() and dist.get_backend() == "gloo"
+        self.tagged = dist.is_initialized() and backend_of() == "gloo"
         # What waits for a message keeps a stream of a GPU.
         self.ahead = AHEAD if self.tagged else _NEXT
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import errors, files
 from ..errors import AutoparError, RunError
 from ..plan import Stage
-from ..shard.collectives import Axis, arrive
+from ..shard.collectives import Axis, arrive, backend_of
 from ..shard.holdings import axis_ranks, place_in
 from . import ending, freed_pages, transport
 from .lookout import PATIENCE, watching
@@ -39,15 +39,17 @@ def start() -> tuple[int, int]:
 
 def _join() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend, own = "gloo", None
+    if torch.cuda.is_available():  # where each rank is shown its own only, that is number 0
+        number = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        backend, own = "nccl", torch.device("cuda", number)
+        torch.cuda.set_device(own)
     if one_node() and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine may reach the ranks
     store = meet(rank, size)
     with ending.opening():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                timeout=datetime.timedelta(seconds=TIMEOUT_S))
+                                timeout=datetime.timedelta(seconds=TIMEOUT_S), device_id=own)
     atexit.register(_leave, dist.group.WORLD)
 
 
@@ -80,7 +82,7 @@ class World:
             freed_pages.keep_freed_pages()
         if size > 1:
             self.groups[tuple(range(size))] = dist.group.WORLD
-            if dist.get_backend() == "nccl":
+            if backend_of() == "nccl":
                 self.open_channels()
                 self.words = dist.new_group(backend="gloo", timeout=self.timeout)
             self.aside = self._group()

@@ -35,6 +35,14 @@ class Axis:
     ranks: tuple[int, ...]
 
 
+def backend_of(group: Any = None) -> str:
+    """What carries the tensors that are computed with: `nccl` of "cpu:gloo,cuda:nccl"."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    by_device = {kind: name for kind, _, name in pairs}
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return by_device.get(kind) or next(iter(by_device.values()))
+
+
 @heard
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     y = x.contiguous().clone()
@@ -53,7 +61,7 @@ def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
 def start_gather(x: Tensor, axis: Axis) -> tuple[list[Tensor], list[Any]]:
     """The pieces of all ranks, under way. Gloo's own all-gather is slower than sending to each."""
     x = x.contiguous()
-    if dist.get_backend(axis.group) != "gloo":
+    if backend_of(axis.group) != "gloo":
         out = x.new_empty((axis.parts, *x.shape))
         work = _gather_single(out, x, group=axis.group, async_op=True)
         return list(out.unbind(0)), [work]
@@ -63,7 +71,7 @@ def start_gather(x: Tensor, axis: Axis) -> tuple[list[Tensor], list[Any]]:
 @heard
 def exchange(pieces: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Piece j goes to rank j; what comes back is from rank j at place j. All of one shape."""
-    if dist.get_backend(axis.group) != "gloo":
+    if backend_of(axis.group) != "gloo":
         sent = torch.stack(list(pieces))
         out = torch.empty_like(sent)
         dist.all_to_all_single(out, sent, group=axis.group)
@@ -99,7 +107,7 @@ def start_scatter(rows: Tensor, axis: Axis) -> tuple[Tensor, list[Any]]:
     On one machine, Gloo's own all-to-all is quicker for a rank that has waited for long; on a link
     of 200 Mbit/s it took a third longer, for no reason that was found.
     """
-    if dist.get_backend(axis.group) != "gloo":
+    if backend_of(axis.group) != "gloo":
         total = rows.new_empty((1, *rows.shape[1:]))
         return total, [_scatter_single(total, rows, group=axis.group, async_op=True)]
     got = torch.empty_like(rows)
@@ -114,7 +122,7 @@ def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tenso
     `tagged`: message k of the sender is message k of the receiver, so a pair may have several.
     """
     sent = [(x.contiguous(), axis.ranks[j]) for x, j in out]
-    if dist.get_backend(axis.group) != "gloo":
+    if backend_of(axis.group) != "gloo":
         ops = [dist.P2POp(dist.irecv, x, axis.ranks[j], axis.group) for x, j in into]
         ops += [dist.P2POp(dist.isend, x, rank, axis.group) for x, rank in sent]
         return list(dist.batch_isend_irecv(ops)) if ops else []
@@ -126,14 +134,14 @@ def start_messages(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tenso
 
 def start_sum(x: Tensor, axis: Axis) -> list[Any]:
     """An all-reduce under way. Gloo has two threads: a long one is quicker as two halves."""
-    halves = dist.get_backend(axis.group) == "gloo" and x.numel() >= _LONG
+    halves = backend_of(axis.group) == "gloo" and x.numel() >= _LONG
     return [dist.all_reduce(piece, group=axis.group, async_op=True)
             for piece in x.view(-1).chunk(1 + halves)]
 
 
 def reduce_scatter(x: Tensor, target: Cut, axis: Axis) -> Tensor:
     pieces = [piece(x, target, axis.parts, j) for j in range(axis.parts)]
-    if dist.get_backend(axis.group) != "gloo":
+    if backend_of(axis.group) != "gloo":
         out = torch.empty_like(pieces[0])
         _scatter_single(out, torch.stack(pieces), group=axis.group)
         return out
