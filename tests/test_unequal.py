@@ -231,6 +231,21 @@ def test_the_search_leaves_out_devices_that_only_slow_it_down() -> None:
     assert max(found.values()) <= found["8xH100"] * (1 + 1e-9), found
 
 
+@pytest.mark.parametrize("pins", [{"pp": 2}, {"dp": 8}, {"num_micro_batches": 2}, {"tp": 2}])
+def test_pins_hold_on_many_devices_that_differ(pins: dict[str, int]) -> None:
+    with torch.device("meta"):
+        model = NanoGPT(512, 2048, 8, 16, 512)
+    batch = {name: torch.empty(32, 512, dtype=torch.int64, device="meta")
+             for name in ("idx", "targets")}
+    plan = api.plan(model, batch, "8xH100 + 8xA100-80", precision="bfloat16",
+                    constraints=pins).plan
+    for replica in plan.replicas:
+        own = {"pp": len(replica.stages), "dp": len(plan.replicas),
+               "num_micro_batches": replica.num_micro_batches,
+               "tp": len(replica.stages[0].devices)}
+        assert pins.items() <= own.items()
+
+
 def mixed_plan(draw: random.Random, given: Problem) -> tuple[Plan, Profile, int] | None:
     """Several replicas of each of two shapes, on twelve devices of two classes."""
     kinds = [Device(f"d{k}", 1e9, 1e9, 10**9) for k in range(2)]

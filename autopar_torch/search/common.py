@@ -15,20 +15,18 @@ import numpy as np
 from .pipelines import TINY, Grouping, PipelineKind, Shared, bisected, in_front, shared_out
 from .tables import Array
 
-MOST_STAGES = 2**30
-
 
 def with_common_borders(own: Grouping, count: int, most: int, limit_s: float = math.inf,
-                        most_stages: int = MOST_STAGES) -> Iterator[Shared]:
+                        pp: int | None = None) -> Iterator[Shared]:
     """So many micro-batches on whole pipelines of each set of classes: the quickest few, if they
-    are within the limit."""
+    are within the limit. `pp`: of so many stages."""
     classes = [c for c, n in enumerate(own.num_groups) if n]
     found: list[tuple[float, list[tuple[PipelineKind, int]]]] = []
     for size in range(1, len(classes) + 1):
         for chosen in itertools.combinations(classes, size):
             if not own.speaks_for(chosen):
                 continue
-            for cut in itertools.islice(_cuts(own, chosen), most_stages):
+            for cut in _cuts(own, chosen, pp):
                 kinds = _kinds(own, chosen, cut)
                 found.append((_seconds(kinds, count, limit_s), kinds))
     for seconds, kinds in sorted(found, key=lambda entry: entry[0])[:most]:
@@ -36,7 +34,7 @@ def with_common_borders(own: Grouping, count: int, most: int, limit_s: float = m
             yield shared_out(kinds, seconds, count, own.rows)
 
 
-def _cuts(own: Grouping, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _cuts(own: Grouping, chosen: Sequence[int], pp: int | None) -> Iterator[tuple[int, ...]]:
     """For each number of stages: the borders whose longest stage is the shortest, in parts of what
     its class takes for the whole model."""
     slowest = np.full(own.num_blocks + 1, np.inf)
@@ -44,12 +42,13 @@ def _cuts(own: Grouping, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
     total = np.zeros(own.num_blocks + 1)
     ends: list[Array] = []
     whole = [own.whole_s(c) for c in chosen]
-    for depth in range(min(own.num_blocks, *(own.num_groups[c] for c in chosen))):
+    most = pp or own.num_blocks
+    for depth in range(min(most, own.num_blocks, *(own.num_groups[c] for c in chosen))):
         parts = [own.stage(c, depth) / s for c, s in zip(chosen, whole, strict=True)]
         stage = np.max(parts, axis=0)
         slowest, total, end = in_front(stage, slowest, total)
         ends.append(end)
-        if slowest[0] < np.inf:
+        if slowest[0] < np.inf and pp in (None, depth + 1):
             cut = [0]
             for following in reversed(ends):
                 cut.append(int(following[cut[-1]]))

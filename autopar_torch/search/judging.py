@@ -145,6 +145,13 @@ class Judge:
         return all((kind, program_key(key, recompute), device) in self.profile.costs
                    for kind, key in self.tables.programs[option][0])
 
+    def as_pinned(self, shape: Lineups, numbers: Sequence[int] = ()) -> bool:
+        """Whether a shape and the numbers of its micro-batches are what the user pins, if any."""
+        limits = self.limits
+        return (limits.dp in (None, len(shape))
+                and all(limits.pp in (None, len(lineup)) for lineup in shape)
+                and all(limits.num_micro_batches in (None, number) for number in numbers))
+
     def families(self, shape: Lineups) -> Iterator[Family]:
         places, dp, rows = placed(shape, self.cluster), len(shape), self.num_rows
         if places is None:

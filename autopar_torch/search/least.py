@@ -24,13 +24,13 @@ from .shapes import Group
 from .tables import Array, Least
 
 MOST_ROWS = 32  # of a micro-batch: up to so many, each number is looked at
-FEW_STAGES = 3  # up to so many, all pipelines are looked at one by one
+FEW_STAGES = 4  # up to so many, all pipelines are looked at one by one
 HALVINGS = 10  # of a bisection
 TINY = 1e-12  # instead of a division by zero
 WORTH = (1.0, 1.03, 1.06, 1.1, 1.2, 1.4, 2.0, 3.0)  # of a row, tried in turn
 
 
-class Pace(NamedTuple):
+class Sized(NamedTuple):
     """Micro-batches of so many rows."""
 
     rows: int
@@ -67,41 +67,41 @@ class Possible:
 
     def most_rows(self, seconds: float) -> float:
         """No plan does more by then."""
-        paces = [pace for pace in self._paces if pace.chain_s <= seconds]
-        if self._more_rows_s <= seconds or not paces:
-            return np.inf if paces else 0.0
-        values = np.max([self._few(pace, seconds) for pace in paces], axis=0)
+        sizes = [sized for sized in self._sizes if sized.chain_s <= seconds]
+        if self._more_rows_s <= seconds or not sizes:
+            return np.inf if sizes else 0.0
+        values = np.max([self._few(sized, seconds) for sized in sizes], axis=0)
         prices = np.maximum(knapsack_prices(values, self.few_uses, self.have), TINY)
         prices = prices * max(1.0, (values / (prices @ self.few_uses)).max())
-        for pace in paces:
-            while not self._covered(pace, seconds, prices):
+        for sized in sizes:
+            while not self._covered(sized, seconds, prices):
                 prices = prices * 1.005
         return float(prices @ self.have)
 
-    def _few(self, pace: Pace, seconds: float) -> Array:
+    def _few(self, sized: Sized, seconds: float) -> Array:
         """Rows of each group alone, and of each short pipeline."""
-        found = [pace.rows * np.floor(seconds / pace.whole_s)]
+        found = [sized.rows * np.floor(seconds / sized.whole_s)]
         for own in self.few:
-            speeds = -np.sort(-pace.speeds[own], axis=1)
-            count = np.floor(seconds * speeds.sum(axis=1) / pace.rows)
+            speeds = -np.sort(-sized.speeds[own], axis=1)
+            count = np.floor(seconds * speeds.sum(axis=1) / sized.rows)
             for _ in range(own.shape[1]):  # each of them takes off less than one micro-batch
-                late = (1 - pace.phi / np.maximum(count, 1.0))[:, None] ** np.arange(own.shape[1])
-                over = count * pace.rows > seconds * (speeds * late).sum(axis=1) * (1 + 1e-9)
+                late = (1 - sized.phi / np.maximum(count, 1.0))[:, None] ** np.arange(own.shape[1])
+                over = count * sized.rows > seconds * (speeds * late).sum(axis=1) * (1 + 1e-9)
                 count = np.maximum(count - over, 0.0)
-            found.append(pace.rows * count)
+            found.append(sized.rows * count)
         return np.concatenate(found)
 
-    def _covered(self, pace: Pace, seconds: float, prices: Array) -> bool:
+    def _covered(self, sized: Sized, seconds: float, prices: Array) -> bool:
         """Whether no longer pipeline does more than it costs: for some worth of a row, its stages
         cost less than they are worth by no more than that worth is above one."""
         costs, cut = prices @ self.uses, FEW_STAGES + 1
-        most = int(seconds * self.num_blocks * pace.speeds.max() / pace.rows)
+        most = int(seconds * self.num_blocks * sized.speeds.max() / sized.rows)
         for fewer, count in itertools.pairwise(_steps(most) if self.num_blocks >= cut else []):
-            late = (1 - pace.phi / count) ** np.arange(self.num_blocks)
-            rows = seconds * pace.speeds[:, None] * late
+            late = (1 - sized.phi / count) ** np.arange(self.num_blocks)
+            rows = seconds * sized.speeds[:, None] * late
             for worth in WORTH:
                 left = (costs[:, None] - worth * rows).min(axis=0)
-                over = (worth - 1) * (fewer + 1) * pace.rows
+                over = (worth - 1) * (fewer + 1) * sized.rows
                 if over + left[:cut].sum() + np.minimum(left[cut:], 0.0).sum() >= -1e-9:
                     break
             else:
@@ -109,7 +109,7 @@ class Possible:
         return True
 
     @cached_property
-    def _paces(self) -> list[Pace]:
+    def _sizes(self) -> list[Sized]:
         counts = range(1, min(MOST_ROWS, self.judge.num_rows) + 1)
         blocks = [self._blocks(rows) for rows in counts]
         work = np.array([[own.forward + own.backward for own in row] for row in blocks])
@@ -118,8 +118,8 @@ class Possible:
         found = []
         for rows, row, own in zip(counts, blocks, np.maximum(work, TINY), strict=True):
             speeds = (rows * parts / own).max(axis=1)
-            phi = float((np.array([least.forward for least in row]) / own).min())
-            found.append(Pace(rows, speeds, self._alone_s(rows, own), min(phi, 1.0), _chain_s(row)))
+            phi = min(1.0, float((np.array([least.forward for least in row]) / own).min()))
+            found.append(Sized(rows, speeds, self._alone_s(rows, own), phi, _chain_s(row)))
         return found
 
     @cached_property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..plan import ScheduleName
 from ..profile import Lookup, Overheads
 from ..simulate.walk import Pipeline, walk
-from .memory import lasting, so_far
+from .memory import between
 from .shapes import Group, Lineup
 from .tables import Array, Ints, Least, Tables, sums_before
 
@@ -190,12 +190,8 @@ class LineupBounds:
 
     def fits(self, dp: int, zero: int, count: int) -> Bools:
         """Per cut: whether parameters, optimizer and gradients so far leave some room."""
-        tables, columns = self.shared.tables, []
-        for group in self.lineup:
-            params = tables.params(group.option)
-            own = lasting(zero, dp, params, tables.precision == "bfloat16")
-            grads = so_far(zero, dp, params, tables.half_grads) * (count > 1)
-            columns.append(own + grads)
+        columns = [between(self.shared.tables, group.option, zero, dp, count > 1)
+                   for group in self.lineup]
         room = np.array([self.shared.room_bytes[group.device] - self.over(group).fixed_bytes
                          for group in self.lineup])
         fitting: Bools = np.all(self._by_stage(columns) <= room, axis=1)

@@ -53,7 +53,7 @@ class Proposals:
     def _without_stages(self, bounded: Sequence[tuple[float, int, Grouping]]) -> None:
         """The quickest replicas of a single stage, of all groupings."""
         found: list[tuple[float, int, int, Shared]] = []
-        for ideal_s, k, own in bounded:
+        for ideal_s, k, own in bounded if self.judge.limits.pp in (None, 1) else ():
             if ideal_s >= self.judge.first_s() or self.late:
                 break
             found += [(shared.seconds, k, own.zero, shared) for shared in with_common_borders(
@@ -96,7 +96,8 @@ class Proposals:
 
     def _shared(self, own: Grouping, count: int) -> Iterator[Shared]:
         """The quickest of either kind."""
-        yield from with_common_borders(own, count, MOST_ALIKE, self.judge.first_s())
+        yield from with_common_borders(own, count, MOST_ALIKE, self.judge.first_s(),
+                                       self.judge.limits.pp)
         if (found := own.shared(count)) is not None:
             yield found
 
@@ -110,7 +111,8 @@ class Proposals:
                 continue  # of more than two classes, too many to try
             shape = tuple((group,) * stages for group in chosen
                           for _ in range(counts[group.device] // (group.degree * stages)))
-            if shape and stages <= len(self.judge.graph.blocks):
+            if (shape and stages <= len(self.judge.graph.blocks)
+                    and self.judge.as_pinned(shape)):
                 found += [family for family in self.judge.families(shape)
                           if family.num_micro_batches in STAGES]
         shared = ((family, self.judge.even_out(family)) for family in found if not self.late)
@@ -138,7 +140,8 @@ class Proposals:
         """Offer the plans of a shape whose cuts and shares are known."""
         judge, (_, shape, cuts, sharing) = self.judge, shared
         places = placed(shape, judge.cluster)
-        if places is None or (zero and len(shape) == 1):
+        pinned = judge.as_pinned(shape, sharing.number)
+        if places is None or (zero and len(shape) == 1) or not pinned:
             return
         before = judge.first_s()
         for schedule in judge.schedules(shape, max(sharing.number)):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..simulate.memory import STATES
 from .space import SCHEDULES, Candidate
-from .tables import Array, Blocks, Ints, Params, sums_before
+from .tables import Array, Blocks, Ints, Params, Tables, sums_before
 
 
 class PositionMemory:
@@ -100,6 +100,13 @@ def so_far(zero: int | Ints, dp: int | Ints, params: Params, half_grads: bool) -
     the type of the parameters; what is not summed yet may have the type of the leaves."""
     whole = params.leaf if half_grads else params.trained
     return np.where(zero >= 2, params.trained * staying(zero, dp), whole)
+
+
+def between(tables: Tables, option: int, zero: int, dp: int, again: bool = True) -> Array:
+    """Per block: bytes held between micro-batches; if there is `again` one, with gradients."""
+    params = tables.params(option)
+    held = lasting(zero, dp, params, tables.precision == "bfloat16")
+    return held + so_far(zero, dp, params, tables.half_grads) * again
 
 
 def in_flight(schedule: int | Ints, pp: int | Ints, count: int | Ints, virtual: int | Ints,

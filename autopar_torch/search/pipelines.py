@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .memory import lasting, so_far
+from .memory import between
 from .shapes import Group, Lineup, Lineups, Sharing
 from .tables import Array, Tables, sums_before
 
@@ -213,11 +213,10 @@ class Grouping:
         """First block x end: seconds and bytes of a stage so far from the last one."""
         tables = self.tables
         own = tables.blocks(group.option, self.rows, recompute, group.device)
-        params, over = tables.params(group.option), tables.profile.overheads(group.device)
+        over = tables.profile.overheads(group.device)
         zero = min(self.zero, 1)  # what 2 and 3 save besides, they do not where numbers differ
         dp = max(1, tables.cluster.num_devices // (from_end + 1)) if zero else 1
-        held = lasting(zero, dp, params, tables.precision == "bfloat16")
-        held = held + so_far(zero, dp, params, tables.half_grads)
+        held = between(tables, group.option, zero, dp)
         came = tables.sends(group.option, self.rows)[0]
         least = tables.quickest(group.option, self.rows, recompute, group.device)
         work = least.forward + least.backward
