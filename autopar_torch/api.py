@@ -362,30 +362,17 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
         _untraced(parallel, given, asked, error, call, tensors)
-        _follow(parallel, asked.changes)
+        following.begin(parallel, asked.changes)
         return
     plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
         parallel.world, given, traced, call.num_rows)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
-    _follow(parallel, asked.changes)
+    following.begin(parallel, asked.changes)
     if parallel.world.rank == 0:
         _tell(plan, traced, parallel.world.size)
         _tell_precision(plan.precision, parallel.device)
-
-
-def _follow(parallel: ParallelModel, changes: following.OnChange) -> None:
-    """From now on changes of the machines are noticed."""
-    untraced, pace, follows = parallel.fallback_reason, parallel.pace, changes == "follow"
-    case = parallel.case
-    if pace is not None and not untraced:
-        parallel.between = following.Following(parallel, pace, case if follows else None)
-    why = ("there is one process" if parallel.world.size == 1 else
-           "the model cannot be traced" if untraced else "a plan is given" if case is None else
-           "GPUs are not watched yet" if pace is None else "")
-    if follows and why and parallel.world.rank == 0:
-        log.warning("not honoured, as %s: changes=\"follow\"", why)
 
 
 def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, error: TraceError,

@@ -19,6 +19,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "changing": ("changing.compare", "--case traces or day a minute, noise or replan seconds"),
     "live": ("changing.live", "three minutes a case"),
     "lost": ("changing.lost", "three minutes (rank) to half an hour (cut); --times 3"),
+    "gpu": ("clock.gpu", "five minutes on a GPU, --quick two"),
     "checkpoints": ("clock.checkpoints", "half a minute"),
     "published": ("published.grade", "three seconds"),
     "pools": ("published.pools", "half a minute"),

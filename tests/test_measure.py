@@ -23,7 +23,14 @@ from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
 from autopar_torch.measure.links import Line, Lines, Seen
 from autopar_torch.measure.overlap import Overlap, Probe, overlap
-from autopar_torch.measure.samples import Sample, Scales, scales, slowdowns, variation
+from autopar_torch.measure.samples import (
+    Sample,
+    Scales,
+    sampled,
+    scales,
+    slowdowns,
+    variation,
+)
 from autopar_torch.measure.stats import interleaved_medians, trimmed_mean
 from autopar_torch.plan import fit
 from autopar_torch.profile import RECOMPUTE, BlockCost, BlockCosts, CurveNeed, Profile, merged
@@ -414,3 +421,26 @@ def test_trying_plans_leaves_no_trace_and_all_ranks_take_the_same(tmp_path: Path
     assert len(one["measured"]) == 3 and min(one["measured"]) > 0
     for ours, alone in one["losses"]:
         assert ours == pytest.approx(alone, rel=1e-5)
+
+
+class Moment:
+    """An event of a GPU that was recorded so many milliseconds after the start."""
+
+    def __init__(self, at_ms: float, waits: list[float]) -> None:
+        self.at_ms, self.waits = at_ms, waits
+
+    def synchronize(self) -> None:
+        self.waits.append(self.at_ms)
+
+    def elapsed_time(self, later: Moment) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_on_a_gpu_nobody_waits_for_a_block_before_its_time_is_read(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    moments = iter([Moment(1.0, waits), Moment(9.0, waits)])
+    monkeypatch.setitem(sampled.__globals__, "stamp", lambda: next(moments))
+    _, sample = sampled(lambda: None)
+    assert waits == []
+    assert sample.wall_s == pytest.approx(8e-3) and sample.comm_s == 0.0 and waits == [9.0]

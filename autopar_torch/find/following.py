@@ -158,6 +158,19 @@ class Following:
             self.replanning.moved(name_of(plan), time.perf_counter() - start, refused)
 
 
+def begin(parallel: ParallelModel, changes: OnChange) -> None:
+    """From now on changes of the machines are noticed."""
+    untraced, pace, follows = parallel.fallback_reason, parallel.pace, changes == "follow"
+    case = parallel.case
+    if pace is not None and not untraced:
+        parallel.between = Following(parallel, pace, case if follows else None)
+    why = ("there is one process" if parallel.world.size == 1 else
+           "the model cannot be traced" if untraced else "a plan is given" if case is None else
+           "GPUs are not watched yet" if pace is None else "")
+    if follows and why and parallel.world.rank == 0:
+        log.warning("not honoured, as %s: changes=\"follow\"", why)
+
+
 class Replanning:
     """Which plan would be the best now, and whether it is time to move to it. Of rank 0."""
 

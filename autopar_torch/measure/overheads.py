@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,10 +24,10 @@ class Extras:
 
     def __init__(self, device: torch.device, sizes: Sequence[int], batch: Callable[[], object],
                  context: Callable[[], object]) -> None:
-        self.sizes = _capped(sizes)
+        self.sizes, self.num_tensors = _capped(sizes), max(1, len(sizes))
         self.works: dict[str, Callable[[], object]] = {
             "update": _update(self.sizes, device),
-            "small": _update([SMALL] * len(self.sizes), device),
+            "small": _update([SMALL] * self.num_tensors, device),
             "pack": _packing(self.sizes, device),
             "cut": _cutting(self.sizes, device),
             "fill": _filling(self.sizes, device),
@@ -58,11 +57,12 @@ class Extras:
     def result(self) -> Overheads:
         found = {name: trimmed_mean(samples) for name, samples in self.samples.items()}
         num_bytes = 4 * sum(self.sizes)
+        tensor_s = found["small"] / self.num_tensors
         return Overheads(
             step_s=found["batch"],
             micro_batch_s=found["context"],
-            update_s_per_byte=max(0.0, found["update"] - found["small"]) / num_bytes,
-            update_s_per_tensor=found["small"] / len(self.sizes),
+            update_s_per_byte=max(0.0, found["update"] - tensor_s * len(self.sizes)) / num_bytes,
+            update_s_per_tensor=tensor_s,
             copy_s_per_byte=found["pack"] / num_bytes,
             cut_s_per_byte=found["cut"] / num_bytes,
             fill_s_per_byte=found["fill"] / num_bytes,
@@ -70,9 +70,10 @@ class Extras:
 
 
 def _capped(sizes: Sequence[int]) -> list[int]:
-    """The first tensors, as many as stay below the limit of elements; at least one."""
-    ends = list(itertools.accumulate(sizes))
-    fit = [size for size, end in zip(sizes, ends, strict=True) if end <= MOST]
+    """Tensors in their order, as many as stay below the limit of elements; at least one."""
+    fit: list[int] = []
+    for size in sizes:
+        fit += [size] if sum(fit) + size <= MOST else []
     return fit or [min(MOST, min(sizes, default=SMALL))]
 
 

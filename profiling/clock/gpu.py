@@ -1,0 +1,218 @@
+"""What does one GPU say of predictions, memory, kernels and speed?
+
+    python profiling gpu --quick      # a Llama of 0.4 billion parameters
+    python profiling gpu              # one of 1.1 billion
+
+Tokens per second beside HF's model as it is and compiled; predicted beside measured step and memory
+over numbers of micro-batches and recompute; whether attention runs in a fused kernel; whether the
+peak grows with the number of micro-batches. Without a GPU it says so and exits with 77.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import io
+import json
+import pstats
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+WARM, TRIED, SEQ = 3, 8, 2048
+SIZES = {"quick": (1024, 16, 8), "whole": (2048, 18, 8)}  # width, layers, rows
+VARIANTS = [(1, False), (2, False), (4, False), (8, False), (4, True)]  # micro-batches, recompute
+STEP_OFF, BYTES_OFF = 0.05, 0.03
+
+
+def made(size: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers, rows = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=width, intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 256, max_position_embeddings=SEQ, use_cache=False)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+        ids = torch.randint(config.vocab_size, (rows, SEQ))
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def stepped(model: Any, batch: dict[str, torch.Tensor], autocast: bool) -> dict[str, float]:
+    """Seconds of a step and the peak of its memory."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    times, losses = [], []
+    peaks = dict.fromkeys(("forward", "backward", "update"), 0.0)
+
+    def done(phase: str) -> None:
+        peaks[phase] = max(peaks[phase], float(torch.cuda.max_memory_allocated()))
+        torch.cuda.reset_peak_memory_stats()
+
+    for _ in range(WARM + TRIED):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
+        done("forward")
+        loss.backward()
+        done("backward")
+        optimizer.step()
+        done("update")
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        losses.append(float(loss.detach()))
+    tokens = batch["input_ids"].numel()
+    step_s = statistics.median(times[WARM:])
+    return {"step_s": step_s, "tokens_per_s": tokens / step_s, "loss": losses[-1],
+            "peak_bytes": max(peaks.values()), **{f"{k}_bytes": v for k, v in peaks.items()},
+            "held_bytes": float(torch.cuda.memory_allocated())}
+
+
+def hf(size: str, compiled: bool) -> dict[str, float]:
+    import torch
+
+    model, batch = made(size)
+    return stepped(torch.compile(model) if compiled else model, batch, autocast=True)
+
+
+def ours(size: str, micro_batches: int, recompute: bool) -> dict[str, float]:
+    import autopar_torch as ap
+
+    model, batch = made(size)
+    plan = ap.Plan.uniform(num_micro_batches=micro_batches, recompute=recompute,
+                           precision="bfloat16")
+    return stepped(ap.parallelize(model, batch, plan=plan), batch, autocast=False)
+
+
+def predicted(size: str, folder: Path) -> dict[str, Any]:
+    """Steps and peaks by what was measured of the parts."""
+    import autopar_torch as ap
+
+    model, batch = made(size)
+    start = time.perf_counter()
+    known = ap.measure(model, batch, precision="bfloat16")
+    found: dict[str, Any] = {"measuring_s": time.perf_counter() - start}
+    for micro_batches, recompute in VARIANTS:
+        plan = ap.Plan.uniform(num_micro_batches=micro_batches, recompute=recompute,
+                               precision="bfloat16")
+        line = ap.simulate(plan, model, batch, known)
+        found[f"{micro_batches} {recompute}"] = {
+            "step_s": line.step_s, "peak_bytes": line.memory[0].peak_bytes}
+    return found
+
+
+def kernels(size: str) -> dict[str, Any]:
+    """The kernels of attention, and those that take longest."""
+    import torch
+
+    import autopar_torch as ap
+
+    model, batch = made(size)
+    parallel = ap.parallelize(model, batch, plan=ap.Plan.uniform(precision="bfloat16"))
+    parallel(**batch).loss.backward()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as seen:
+        parallel(**batch).loss.backward()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    names = [row.key for row in rows]
+    return {"attention": [n for n in names if "flash" in n.lower() or "fmha" in n.lower()
+                          or "attention" in n.lower()][:8],
+            "longest": [(row.key[:70], row.count, round(row.self_device_time_total / 1e3, 2))
+                        for row in rows[:12]]}
+
+
+def host(size: str) -> dict[str, str]:
+    """Where the host's time goes in steps of many small micro-batches."""
+    import torch
+
+    import autopar_torch as ap
+
+    model, batch = made(size)
+    plan = ap.Plan.uniform(num_micro_batches=8, precision="bfloat16")
+    parallel = ap.parallelize(model, batch, plan=plan)
+    for _ in range(2):
+        parallel(**batch).loss.backward()
+    torch.cuda.synchronize()
+    with cProfile.Profile() as seen:
+        for _ in range(3):
+            parallel(**batch).loss.backward()
+        torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(seen, stream=text).sort_stats("tottime").print_stats(28)
+    return {"profile": text.getvalue()[-5500:]}
+
+
+def main() -> int:
+    import torch
+
+    parser = argparse.ArgumentParser("profiling gpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="also HF compiled: a minute more")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU here; what is checked without one: tests/test_attention.py, "
+              "test_prologue.py, test_collectives.py, test_scale.py, test_room.py, test_nvml.py")
+        return 77
+    size = "quick" if options.quick else "whole"
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
+
+    def tried(name: str, act: Callable[[], Any]) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"{name}: {torch.cuda.memory_allocated() / 2**30:.2f} GiB before", flush=True)
+        try:
+            found[name] = act()
+        except Exception:
+            found[name] = {"error": traceback.format_exc()[-1500:]}
+        print(name, json.dumps(found[name]), flush=True)
+
+    tried("hf", lambda: hf(size, False))
+    for count, recompute in VARIANTS:
+        tried(f"ours {count} {recompute}", lambda c=count, r=recompute: ours(size, c, r))
+    tried("host", lambda: host(size))
+    print(found["host"].get("profile", ""))
+    tried("kernels", lambda: kernels(size))
+    tried("predicted", lambda: predicted(size, Path(".")))
+    if options.compiled:
+        tried("hf compiled", lambda: hf(size, True))
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    return int(not told(found))
+
+
+def told(found: dict[str, Any]) -> bool:
+    """The figures against their targets."""
+    good = True
+    for count, recompute in VARIANTS:
+        own, then = found[f"ours {count} {recompute}"], found["predicted"]
+        then = then.get(f"{count} {recompute}", {})
+        if "error" in own or not then:
+            good = False
+            continue
+        step, peak = (then[name] / own[name] - 1 for name in ("step_s", "peak_bytes"))
+        print(f"{count} micro-batch(es){', recompute' if recompute else ''}: "
+              f"{own['step_s'] * 1e3:.1f} ms, predicted {step:+.1%}; "
+              f"{own['peak_bytes'] / 2**30:.2f} GiB, predicted {peak:+.1%}")
+        good = good and abs(step) <= STEP_OFF and abs(peak) <= BYTES_OFF
+    for name in ("hf", "hf compiled"):
+        if "tokens_per_s" in found.get(name, {}) and "tokens_per_s" in found["ours 1 False"]:
+            ratio = found["ours 1 False"]["tokens_per_s"] / found[name]["tokens_per_s"]
+            print(f"tokens/s beside {name}: {ratio:.2f}")
+    return good
