@@ -9,8 +9,8 @@ on two ranks under each plan; losses and weights must agree to 1e-6. A cell says
 `trust`, and how: `proven` (rules keep the rows apart), `tested` (rows were tried together and
 apart), `untraced` (replicas of the module as it is), and the share of the work that tensor
 parallelism splits. Messages are taken to be free where ways to split are chosen, so that tiny
-models are cut wherever rules allow it. `--quick` takes every tenth. The exit status is 0 if nothing is wrong in
-silence and 98 % of the cells are exact.
+models are cut wherever rules allow it. `--quick` takes every tenth. The exit status is 0 if nothing
+is wrong in silence and 98 % of the cells are exact.
 """
 
 from __future__ import annotations
@@ -183,8 +183,9 @@ Written by `python profiling coverage --markdown docs/coverage.md`. Tiny models 
 train two steps of SGD in float64, in plain PyTorch and on two ranks under each plan. Numbers are
 the worst relative differences of losses and weights. *proven*: rules keep the rows apart;
 *tested*: rows were tried together and apart; *untraced*: replicas of the module as it is. The share
-is that of the work that tensor parallelism splits: messages are taken to be free where ways to split
-are chosen, so that models this tiny are cut wherever rules allow it. What is not exact says why.
+is that of the work that tensor parallelism splits: messages are taken to be free where ways to
+split are chosen, so that models this tiny are cut wherever rules allow it. What is not exact says
+why.
 
 """
 
