@@ -20,6 +20,7 @@ TOLERANCE, EXACT = 1e-5, 1e-6
 SMALL = 1e-2  # below this a difference counts as it is, not as a part of the value
 GUARDS = {"timeout_s": 10}
 LEARNING_RATE = 0.05
+AUTO = {"auto": True}  # in place of degrees: the plan is searched for
 
 Run = Callable[["Wrap"], Any]
 Found = TypeVar("Found", bound=Run)
@@ -70,8 +71,11 @@ class Wrap:
             return _plain(model, precision, options.get("loss_fn"))
         import autopar_torch as ap
 
-        plan = ap.Plan.uniform(**self.degrees, precision=precision)
-        return ap.parallelize(model, plan=plan, **({"guards": GUARDS} | options))
+        if self.degrees == AUTO:
+            options = {"constraints": {"precision": precision}} | options
+        else:
+            options["plan"] = ap.Plan.uniform(**self.degrees, precision=precision)
+        return ap.parallelize(model, **({"guards": GUARDS} | options))
 
     @property
     def is_library(self) -> bool:

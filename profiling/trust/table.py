@@ -1,15 +1,16 @@
 """Is what ordinary training scripts do right under every plan, or refused by name?
 
-    python profiling trust [--quick] [--only NAME,...] [--plans tp2,pp2,dp2,zero3,one]
+    python profiling trust [--quick] [--only NAME,...] [--plans tp2,pp2,dp2,zero3,one,auto]
         [--all] [--limit SECONDS] [--json FILE] [--list]
 
 Each script (cases.py and scripts.py; with --all also strangers.py and losses.py) runs in plain
-PyTorch, then on 2 ranks under each plan ("one": the library in one process). A cell says `right
-3e-7` (the worst difference to plain PyTorch, on any rank), `refused: ...` (an error of ours on
-every rank that says what, where and what to do), or what is wrong: `silent 4e-2` (wrong numbers
-without a word), `raw RuntimeError` (another library's error), `bare: ...` (ours, without a where or
-a fix, or on one rank alone), `lost: ...` (refused, although it can be done), `hang`, `abort`. The
-last line counts them; the exit status is 0 only if all are right or refused.
+PyTorch, then on 2 ranks under each plan ("one": the library in one process; "auto", only if it is
+named: the plan that the search finds). A cell says `right 3e-7` (the worst difference to plain
+PyTorch, on any rank), `refused: ...` (an error of ours on every rank that says what, where and what
+to do), or what is wrong: `silent 4e-2` (wrong numbers without a word), `raw RuntimeError` (another
+library's error), `bare: ...` (ours, without a where or a fix, or on one rank alone), `lost: ...`
+(refused, although it can be done), `hang`, `abort`. The last line counts them; the exit status is 0
+only if all are right or refused.
 
 Every cell has processes of its own, forked from this one after it has imported and traced once, so
 none can spoil the next. A rank that raises ends, as a script does; one that is through stays until
@@ -44,7 +45,7 @@ import torch.distributed as dist
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError
 from trust import cases as _cases, losses, scripts, strangers  # noqa: F401
-from trust.lab import CASES, Case, Wrap, difference, flat, net, train
+from trust.lab import AUTO, CASES, Case, Wrap, difference, flat, net, train
 
 ONE = "one"
 PLANS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "zero3": {"dp": 2, "zero": 3},
     ONE: {},
+    "auto": AUTO,
 }
+USUAL = [plan for plan in PLANS if plan != "auto"]
 QUICK = (
     "dataloader_shuffle", "randint_batches", "each_rank_another_batch", "gradient_reversal",
     "torch_clip_grad_norm", "penalty_in_the_loop", "freeze_after_first_step", "tensor_hook",
@@ -251,7 +254,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a dozen scripts")
     parser.add_argument("--all", action="store_true", help="invented scripts and every loss too")
     parser.add_argument("--only", default="", help="names of scripts, with commas")
-    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--plans", default=",".join(USUAL), help="of " + " ".join(PLANS))
     parser.add_argument("--limit", type=float, default=HANG_S, help="seconds until a cell hangs")
     parser.add_argument("--json", default="")
     parser.add_argument("--logs", default="", help="a new folder that keeps what the ranks said")
