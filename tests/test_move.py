@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,28 @@ def test_a_move_is_bit_for_bit_a_checkpoint_saved_and_loaded(
 def test_a_move_between_four_ranks_and_uneven_plans_is_too(tmp_path: Path) -> None:
     for found in run_ranks(4, "test_move:chain", "gpt2", "adamw", 4, str(tmp_path)):
         assert found == []
+
+
+def many(num_rounds: int) -> list[tuple[int, int, int]]:
+    """(process groups, bytes of tensors, threads) after each round of moves through all plans."""
+    torch.set_num_threads(1)
+    found = []
+    with TensorBytes() as count:
+        model, opt = _start("gpt2", ap.Plan.uniform(tp=4), "adamw")
+        for seed in range(num_rounds):
+            for plan in plans(4).values():
+                model.move(plan)
+                _step(model, opt, "gpt2", seed)
+            gc.collect()
+            groups = len(torch.distributed.distributed_c10d._world.pg_map)
+            found.append((groups, int(count.at(count.mark())), threading.active_count()))
+    return found
+
+
+@pytest.mark.slow
+def test_after_25_moves_there_are_no_more_groups_bytes_or_threads_than_after_5() -> None:
+    for first, *others in run_ranks(4, "test_move:many", 5):
+        assert others == [first] * 4
 
 
 def by_hand() -> list[list[float]]:
