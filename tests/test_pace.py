@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +31,7 @@ def looks(num: int, noise: float, seed: int,
     for look in range(num):
         now = [s * factor(r, look) * draw.lognormvariate(0.0, noise) for r, s in enumerate(BASE)]
         step_s = network(look) * max(now) * draw.lognormvariate(0.0, noise)
-        if change := detector.look([*now, step_s], look):
+        if change := detector.look(np.array([*now, step_s]), look):
             found.append((look, change))
     return found
 

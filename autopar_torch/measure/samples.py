@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple, cast
 
-from ..shard.watch import Stamp, between, listen, stamp
+from ..shard.watch import Stamp, Watch, between, stamp
 from .stats import trimmed_mean
 
 
@@ -48,7 +48,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def sampled(work: Callable[[], Any]) -> tuple[Any, Sample]:
-    with listen() as watch:
+    with Watch() as watch:
         start = stamp()
         result = work()
         end = stamp()

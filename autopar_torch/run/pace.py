@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..shard.watch import listen
+from ..shard.watch import Watch
 from .world import World
 
 LOOK_S = 0.25  # steps are looked at together, as many as last so long
@@ -28,24 +29,7 @@ QUIET = 12.0  # so many times the noise has to pile up; jitter of 3 % alone take
 LEAST_NOISE = 0.01
 NETWORK = -1  # in place of a rank
 NOTE = " of the watch"  # no output of a model has this name
-
-
-class Piled(NamedTuple):
-    """What has piled up of one rank's slow-downs and speed-ups (CUSUM: a sum that never falls
-    below zero, of what is more than half the shift)."""
-
-    slower: float = 0.0
-    faster: float = 0.0
-    since: int = 0  # the step after which the larger one began to grow
-
-    def after(self, change: float, noise: float, num_usual: int, step: int) -> Piled:
-        half = max(SHIFT, noise) / 2 + 1.25 * noise / math.sqrt(num_usual)  # that of the median
-        slower = max(0.0, self.slower + change - half)
-        faster = max(0.0, self.faster - change - half)
-        return Piled(slower, faster, self.since if self.slower or self.faster else step)
-
-    def alarm(self, noise: float) -> bool:
-        return max(self.slower, self.faster) > QUIET * noise
+LookSeconds = NDArray[np.float64]
 
 
 class Slowed(NamedTuple):
@@ -59,16 +43,20 @@ class Slowed(NamedTuple):
 
 
 class Detector:
-    """Looks at every rank's seconds of computing, and at how long steps are."""
+    """Looks at every rank's seconds of computing, and at how long steps are. Slow-downs and
+    speed-ups of more than half the shift pile up each in a sum that never falls below zero
+    (CUSUM)."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.taken = num_ranks, list[tuple[float, ...]]()
+        self.taken_s = 0.0
         self._begin()
 
     def _begin(self) -> None:
-        self.usual: list[list[float]] = []  # looks: each rank's seconds, then the step's
-        self.last: list[tuple[int, list[float]]] = []
-        self.drifts = [Piled() for _ in range(self.num_ranks + 1)]
+        self.usual: list[LookSeconds] = []  # looks: each rank's seconds, then the step's
+        self.last: list[tuple[int, LookSeconds]] = []
+        self.piled = np.zeros((2, self.num_ranks + 1))  # slower, faster
+        self.since = np.zeros(self.num_ranks + 1, dtype=int)  # the step after which it began
 
     @property
     def ready(self) -> bool:
@@ -78,61 +66,61 @@ class Detector:
     def step(self, computed_s: Sequence[float], waited_s: Sequence[float],
              number: int) -> Slowed | None:
         """What changed, once several steps have been looked at together."""
-        step_s = statistics.fmean(map(sum, zip(computed_s, waited_s, strict=True)))
+        step_s = (sum(computed_s) + sum(waited_s)) / self.num_ranks
         self.taken.append((*computed_s, step_s))
-        if sum(own[-1] for own in self.taken) < LOOK_S:
+        self.taken_s += step_s
+        if self.taken_s < LOOK_S:
             return None
-        look = [statistics.median(own) for own in zip(*self.taken, strict=True)]
-        self.taken.clear()
+        look = np.median(self.taken, axis=0)
+        self.taken, self.taken_s = [], 0.0
         return self.look(look, number)
 
-    def look(self, now: list[float], step: int) -> Slowed | None:
+    def look(self, now: LookSeconds, step: int) -> Slowed | None:
         """What changed, if it has piled up; then what is now becomes the usual."""
-        calm = not any(drift.slower or drift.faster for drift in self.drifts)
         if not self.ready:
             self.usual.append(now)
             return None
-        self.last.append((step, now))
-        usual = [statistics.median(own) for own in zip(*self.usual, strict=True)]
-        noises = [_noise([_change(own, look, usual) for look in self.usual])
-                  for own in range(len(now))]
-        self.drifts = [drift.after(_change(own, now, usual), noises[own], len(self.usual), step)
-                       for own, drift in enumerate(self.drifts)]
-        alarms = [own for own, drift in enumerate(self.drifts) if drift.alarm(noises[own])]
-        if not alarms:
-            if calm and len(self.usual) < MOST:
+        calm, num_usual, known = not self.piled.any(), len(self.usual), np.array(self.usual)
+        self.last = [*self.last[-MOST:], (step, now)]
+        usual = np.median(known, axis=0)
+        # Of few looks the noise may be more than it seems, and so may the median be off.
+        noise = np.maximum(LEAST_NOISE, _changes(known, usual).std(axis=0, ddof=1)
+                           * (1 + 1 / math.sqrt(num_usual)))
+        half = np.maximum(SHIFT, noise) / 2 + 1.25 * noise / math.sqrt(num_usual)
+        change = _changes(now[None], usual)[0]
+        self.piled = np.maximum(0.0, self.piled + np.array([change - half, -change - half]))
+        self.since[~self.piled.any(axis=0)] = step
+        alarms = self.piled.max(axis=0) > QUIET * noise
+        if not alarms.any():
+            if calm and num_usual < MOST:
                 self.usual.append(now)
-            self.last = self.last[-MOST:]
             return None
-        since = min(self.drifts[own].since for own in alarms)
+        since = int(self.since[alarms].min())
         then = [look for at, look in self.last if at >= since]
-        recent = [statistics.median(own) for own in zip(*then[len(then) // 2 :], strict=True)]
-        factors = [a / b if b else 1.0 for a, b in zip(recent, usual, strict=True)]
+        recent = np.median(then[len(then) // 2 :], axis=0)
+        factors = np.where(usual > 0.0, recent / np.where(usual > 0.0, usual, 1.0), 1.0)
         self._begin()
         blamed = _blamed(factors)
-        return Slowed(blamed, factors[blamed], since, recent[-1])
+        return Slowed(blamed, float(factors[blamed]), since, float(recent[-1]))
 
 
-def _blamed(factors: Sequence[float]) -> int:
+def _blamed(factors: LookSeconds) -> int:
     """The rank whose own seconds changed most (if one of two is slower, the other one's share is
     smaller); the network, if that does not tell why steps changed."""
-    sizes = [abs(math.log(max(factor, 1e-9))) for factor in factors]
-    most = max(range(len(sizes) - 1), key=sizes.__getitem__)
+    sizes = np.abs(np.log(np.maximum(factors, 1e-9)))
+    most = int(sizes[:-1].argmax())
     return most if sizes[most] >= sizes[-1] / 2 else NETWORK
 
 
-def _change(own: int, now: Sequence[float], usual: Sequence[float]) -> float:
-    """By how much a rank computes (or a step takes) longer than usual, in steps of which ranks tell
-    how much work they are."""
-    ratios = [a / b for a, b in zip(now[:-1], usual[:-1], strict=True) if b > 0.0]
-    if not ratios or not usual[own] or not now[own]:
-        return 0.0
-    return math.log(now[own] / usual[own]) - math.log(statistics.median(ratios) or 1.0)
-
-
-def _noise(changes: Sequence[float]) -> float:
-    """Of few looks it may be more than it seems."""
-    return max(LEAST_NOISE, statistics.stdev(changes) * (1 + 1 / math.sqrt(len(changes))))
+def _changes(looks: LookSeconds, usual: LookSeconds) -> LookSeconds:
+    """By how much ranks compute (and steps take) longer than usual in each look, in steps of which
+    ranks tell how much work they are."""
+    ratios = looks / np.where(usual > 0.0, usual, 1.0)
+    some = usual[:-1] > 0.0
+    work = np.median(ratios[:, :-1][:, some], axis=1) if some.any() else np.zeros(len(looks))
+    known = (usual > 0.0) & (looks > 0.0)
+    return np.where(known, np.log(np.where(known, ratios, 1.0)), 0.0) - np.where(
+        known, np.log(np.where(work > 0.0, work, 1.0))[:, None], 0.0)
 
 
 class Heard(NamedTuple):
@@ -154,7 +142,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        with listen() as watch:
+        with Watch() as watch:
             start = time.perf_counter()
             yield
             whole = time.perf_counter() - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ..shard.watch import Stamp, between, listen, stamp
+from ..shard.watch import Stamp, Watch, between, stamp
 from ..timeline import COMM, COMPUTE, Span, Timeline
 
 
@@ -20,7 +20,7 @@ class Recorder:
     @contextlib.contextmanager
     def computing(self, name: str) -> Iterator[None]:
         """Computation; what is exchanged and waited for inside is taken out of it."""
-        with listen() as watch:
+        with Watch() as watch:
             start = stamp()
             yield
             end = stamp()

@@ -1,11 +1,10 @@
-"""Times every blocking communication inside a block, while `listen` is entered."""
+"""Times every blocking communication inside a block, while a `Watch` is entered."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -33,10 +32,17 @@ def between(start: Stamp, end: Stamp) -> float:
 
 
 class Watch:
-    """What was heard: (name, start, end)."""
+    """Hears of communication while it is entered: (name, start, end)."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Stamp, Stamp]] = []
+
+    def __enter__(self) -> Watch:
+        _listening.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _listening.remove(self)
 
     def note(self, name: str, start: Stamp) -> None:
         self.spans.append((name, start, stamp()))
@@ -48,17 +54,6 @@ class Watch:
 
 _listening: list[Watch] = []
 _inside: list[str] = []  # marked functions under way: those they call are part of them
-
-
-@contextlib.contextmanager
-def listen() -> Iterator[Watch]:
-    """Hear of communication until the end of the block."""
-    watch = Watch()
-    _listening.append(watch)
-    try:
-        yield watch
-    finally:
-        _listening.remove(watch)
 
 
 def heard(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,6 +4,7 @@
     python profiling live --case straggler    # one of two nodes falls to a third of its speed
     python profiling live --case flap         # a link that falls and returns again and again
     python profiling live --case busy         # other work comes and goes on both nodes: no move
+    python profiling live --case link --losses    # beside those of a run that stays: twice as long
 
 Two emulated nodes of one rank train a GPT of 8 layers. After the run every plan that it was in, and
 some by hand, are stepped in both states of the machines. From these times follows how long the run
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 WIDTH, LAYERS, ROWS = 192, 8, 8
 FAST, SLOW = "as usual", "slow"
+APART = 1e-5  # losses, relatively
 AHEAD, BEHIND = 1.3, 1.15  # of the best plan that stays, of the best one at every moment
 TRIED, WARM = 7, 2  # steps of each plan in each state
 
@@ -277,6 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("profiling live", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", default=[])
+    parser.add_argument("--losses", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-main", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -289,6 +292,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["AUTOPAR_CACHE"] = folder
             found, said = run(name, "follow", Path(folder))
+            if options.losses:
+                stays = run(name, "off", Path(folder))[0]["losses"]
+                apart = max(abs(a / b - 1) for a, b in zip(found["losses"], stays, strict=True))
+                print(f"losses beside those of a run that stays: apart by {apart:.1e} at most")
+                good = good and apart <= APART
         everything[name] = found
         print(*(line for line in said.splitlines() if re.match(r"\d+ ", line)), sep="\n")
         for plan, own in found["table"].items():
