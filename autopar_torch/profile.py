@@ -304,6 +304,18 @@ class Lookup:
                                where="Profile.curves", fix=f"measured are: {known}")
         return self.curves[op, group]
 
+    def nearest(self, op: str, ranks: Sequence[int]) -> Curve | None:
+        """Of the group that is most like this one: on one node or on several as it is, and with as
+        few more ranks as there are, else with as many as there are. None if no curve is there."""
+        own = _sizes(self.profile.cluster.place(ranks))
+
+        def unlike(curve: Curve) -> tuple[bool, bool, int, str]:
+            other = _sizes(curve.group)
+            more = sum(other) - sum(own)
+            return (len(own) > 1) != (len(other) > 1), more < 0, abs(more), curve.group
+
+        return min((c for c in self.profile.curves if c.op == op), key=unlike, default=None)
+
     def card(self, rank: int) -> str:
         """The network card of a rank: one for all ranks of its node, as measured, if the cluster
         does not say how many there are."""
@@ -331,6 +343,11 @@ class Lookup:
             return EXCHANGE_CORE
         curve = self.curves.get(("sum", self.profile.cluster.place(ranks)))
         return curve.core if curve else EXCHANGE_CORE
+
+
+def _sizes(group: str) -> list[int]:
+    """How many ranks are on each node; see `Cluster.place`."""
+    return [int(size) for size in group.partition(" on ")[0].split("+")]
 
 
 def own_card(link: str, rank: int) -> str:

@@ -15,8 +15,9 @@ from hypothesis import given, settings, strategies as st
 from autopar_torch import api
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.errors import SearchError
+from autopar_torch.find.probes import probes
 from autopar_torch.plan import BUCKET_BYTES, Plan
-from autopar_torch.profile import Profile
+from autopar_torch.profile import Curve, Lookup, Profile
 from autopar_torch.search.best import SAFETY, search
 from autopar_torch.search.explain import short, summary
 from autopar_torch.search.judging import Judge
@@ -29,10 +30,11 @@ from autopar_torch.search.shapes import (
     groups_of,
     placed,
 )
-from autopar_torch.search.space import Constraints, divisors
-from autopar_torch.search.unequal import search_unequal
+from autopar_torch.search.space import Constraints, candidates, divisors
+from autopar_torch.search.unequal import fastest, search_unequal
 from autopar_torch.simulate import simulate
 from autopar_torch.simulate.network import lookup
+from autopar_torch.simulate.to_measure import needs_of
 from problems import Problem, problem, unequal
 from zoo import NanoGPT
 
@@ -183,6 +185,35 @@ def test_no_plan_of_unequal_devices_is_below_the_bound_by_which_gaps_are_told(se
         groups = groups_of(judge.cluster, judge.options, judge.limits, judge.measured)
         best_s = min((priced(given, plan) for plan in every_plan(given)), default=float("inf"))
         assert Possible(judge, groups).least_s(1.5 * best_s) <= best_s * (1 + 1e-9)
+
+
+def curves(plans: Sequence[Plan], given: Problem) -> set[Curve]:
+    """What measuring would find of all that these plans exchange."""
+    cluster, found = given.profile.profile.cluster, set()
+    for need in needs_of(plans, given.graph, cluster, given.num_rows)[1]:
+        seconds = given.profile.curve(need.op, need.ranks).seconds
+        points = tuple((size, seconds(size)) for size in (8.0, 1e4, 1e6))
+        found.add(Curve(need.op, cluster.place(need.ranks), points))
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 10])
+def test_six_measured_devices_get_unequal_work_by_curves_that_their_plan_was_asked_for(
+        seed: int) -> None:
+    given = unequal(seed, of=(3, 3))._replace(num_rows=12)
+    graph, options, true, rows, limits = given
+    even = list(candidates(options, graph, 6, rows, limits))
+    known = curves(probes(even, options, len(graph.blocks)), given)
+    for _ in range(4):
+        profile = msgspec.structs.replace(true.profile, assumed=False, curves=tuple(known))
+        found = fastest(graph, options, lookup(profile), rows, limits)
+        more = curves([found.plan], given)
+        if more <= known:
+            break
+        known |= more
+    measured = simulate(found.plan, graph, Lookup(profile), rows)  # nothing is derived
+    assert measured.step_s == pytest.approx(found.step_s)
+    assert found.step_s < 0.75 * search(graph, options, true, rows, limits).step_s
 
 
 def with_one_more(given: Problem, draw: random.Random) -> Problem:

@@ -16,7 +16,7 @@ from ..cluster import Cluster, Zone, ZoneLink, slowest_of
 from ..limits import Fraction
 from ..measure.factors import Factors
 from ..model import ModelGraph
-from ..profile import BlockCosts, Curve, CurveNeed, Overheads, Profile, program_key
+from ..profile import BlockCosts, Curve, CurveNeed, Lookup, Overheads, Profile, program_key
 from ..search.space import Constraints, Option, candidates
 from ..simulate.to_measure import needs_of
 from .probes import probes, unequal_probes
@@ -98,28 +98,22 @@ def _curves(profile: Profile, options: Sequence[Option], graph: ModelGraph, num_
     plans = probes(found, options, len(graph.blocks))
     plans += unequal_probes(options, len(graph.blocks), new, num_rows, limits)
     _, needs = needs_of(plans, graph, new, num_rows)
-    made = {(need.op, new.place(need.ranks)): _curve(profile, need, new, now) for need in needs}
+    seen = Lookup(profile)
+    made = {(need.op, new.place(need.ranks)): _curve(seen, need, new, now) for need in needs}
     return tuple(curve for curve in made.values() if curve)
 
 
-def _curve(profile: Profile, need: CurveNeed, new: Cluster, now: Factors) -> Curve | None:
-    """As measured among these ranks, else among as few more as there are; None if nothing was."""
-    old, ranks = profile.cluster, tuple(sorted(need.ranks))
-    measured = {curve.group: curve for curve in profile.curves if curve.op == need.op}
-    found = measured.get(old.place(ranks)) or min(
-        (curve for curve in measured.values() if _size(curve.group) >= len(ranks)),
-        key=lambda curve: _size(curve.group), default=None)
+def _curve(seen: Lookup, need: CurveNeed, new: Cluster, now: Factors) -> Curve | None:
+    """As measured among these ranks, else in the group that is most like it."""
+    ranks = tuple(sorted(need.ranks))
+    place = seen.profile.cluster.place(ranks)
+    found = seen.curves.get((need.op, place)) or seen.nearest(need.op, ranks)
     if found is None:
         return None
-    link = _link(old, ranks, now.links)
+    link = _link(seen.profile.cluster, ranks, now.links)
     first = found.points[0][1]
     points = tuple((size, first + (seconds - first) / link if seconds > first else seconds)
                    for size, seconds in found.points)
-    same = link == 1.0 and found.group == old.place(ranks)
+    same = link == 1.0 and found.group == place
     return replace(found, group=new.place(ranks), points=points,
                    source=found.source if same else "derived")
-
-
-def _size(group: str) -> int:
-    return sum(map(int, group.partition(" on ")[0].split("+")))
-

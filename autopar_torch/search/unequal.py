@@ -34,10 +34,8 @@ def fastest(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_r
 
 
 def gives_unequal(profile: Profile) -> bool:
-    """Whether devices differ and may get unequal work. On more than a few only by datasheets: of
-    what many devices exchange in all their sets, too much would have to be measured."""
-    cluster = profile.cluster
-    return len(cluster.classes) > 1 and (profile.assumed or cluster.num_devices <= FEW)
+    """Whether devices differ, so that they may get unequal work."""
+    return len(profile.cluster.classes) > 1
 
 
 def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,

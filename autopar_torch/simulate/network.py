@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ..cluster import Cluster, Link
 from ..profile import Curve, Lookup, Profile, own_card
 
@@ -96,6 +98,19 @@ class AssumedLookup(Lookup):
         return own_card(f"link {cluster.node_of[rank]}", cluster.card(rank))
 
 
+class NearestLookup(Lookup):
+    """A profile of unequal devices: they make more groups than can be measured. What may be the
+    fastest by what groups like these take is measured then."""
+
+    def curve(self, op: str, ranks: Sequence[int]) -> Curve:
+        key = op, self.profile.cluster.place(ranks)
+        if key not in self.curves and (found := self.nearest(op, ranks)):
+            self.curves[key] = replace(found, group=key[1], source="derived")
+        return super().curve(op, ranks)
+
+
 def lookup(profile: Profile) -> Lookup:
-    """A profile by name, with the links it may assume."""
-    return AssumedLookup(profile) if profile.assumed else Lookup(profile)
+    """A profile by name, with what it may assume."""
+    if profile.assumed:
+        return AssumedLookup(profile)
+    return NearestLookup(profile) if len(profile.cluster.classes) > 1 else Lookup(profile)
