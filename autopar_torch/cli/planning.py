@@ -7,6 +7,7 @@ import json
 
 from .. import files
 from ..errors import PlanError
+from ..units import size, time
 from .options import asked, lines, model_of, place, refuse_said, save, show
 
 
@@ -18,7 +19,7 @@ def plan(options: argparse.Namespace) -> int:
     save(found.plan, options)
     if options.json:
         return show(json.loads(files.encode(found)))
-    rows = ["      step     memory per device"]
+    rows = [f"{'step':>12}  {'memory/device':>14}"]
     rows += [line(choice, found.step_s, found.num_devices)
              for choice in found.choices[: options.top]]
     rows.append(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
@@ -51,9 +52,14 @@ def simulate(options: argparse.Namespace) -> int:
     save(timeline, options)
     peak = max(timeline.memory, key=lambda memory: memory.peak_bytes)
     parts = timeline.parts(timeline.ranks[0])
-    shown = {"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
-             "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes}
-    return show(shown) if options.json else lines([f"{k:12} {v:.6g}" for k, v in shown.items()])
+    if options.json:
+        return show({"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
+                     "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes})
+    return lines([f"{name:24} {text}" for name, text in (
+        ("a step", time(timeline.step_s)), ("rank 0 idle", time(parts.idle_s)),
+        ("rank 0 exchanging", time(parts.comm_s)),
+        ("of that while computing", time(parts.overlap_s)),
+        ("memory at most", size(peak.peak_bytes)))])
 
 
 def _replay(options: argparse.Namespace) -> int:

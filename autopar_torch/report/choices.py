@@ -7,8 +7,8 @@ from ..plan import Plan
 from ..search.best import Choice, Result
 from ..search.explain import short
 from ..search.reasons import Case, time_parts, variants
+from ..units import size, time
 from .story import Section, Story, TextTable
-from .units import size, time
 
 SIMPLER = "which knows nothing of shared cores and links, or of how times vary"
 

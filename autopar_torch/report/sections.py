@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from ..profile import SOURCES, Profile
 from ..search.explain import short
 from ..timeline import COMM, COMPUTE, Memory, Timeline, length, merged, union
+from ..units import size, time
 from . import phases
 from .blocks import sharding
 from .choices import candidates, otherwise
 from .story import Alike, Section, Story, TextTable, groups
-from .units import size, time
 
 MOST_ROWS = 24  # of a table or a drawing; what is left out is said
 
