@@ -34,6 +34,9 @@ setup(
             "safetensors",
             "ruff",
             "mypy",
+            "shtab",
         ],
+        "completion": ["shtab"],
+        "hf": ["transformers", "accelerate"],
     },
 )
