@@ -37,6 +37,7 @@ setup(
             "shtab",
         ],
         "completion": ["shtab"],
+        "docs": ["mkdocs", "mkdocs-material"],
         "hf": ["transformers", "accelerate"],
     },
 )
