@@ -26,8 +26,9 @@ BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md",
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
 
-FILES_SAY = """Written from the structs that files are read into. All files are JSON in UTF-8; a field
-that is not listed, a number out of its range, NaN and a file that is too large are refused by name.
+FILES_SAY = """Written from the structs that files are read into. All files are JSON in UTF-8; a
+field that is not listed, a number out of its range, NaN and a file that is too large are refused
+by name.
 A file has one of these: a plan (`autopar plan --out`), a cluster
 ([own cluster](guide/own_cluster.md)), what was measured (`autopar measure`), a timeline
 (`autopar simulate --out`) or a history ([changing](guide/changing.md)). Checkpoints:
