@@ -64,16 +64,21 @@ def run(name: str, quick: bool, limit_s: float) -> Row:
         broken = process.returncode not in (0, SKIPPED) and "Traceback (most" in err
         status, figures = 99 if broken else process.returncode, last(err if broken else out)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=GRACE_S)
-        with contextlib.suppress(ProcessLookupError):  # nothing is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         status, figures = 124, f"not done within {limit_s:.0f} s"
+    finally:
+        end(process)
     holds = {0: "held" if script.target else "-", SKIPPED: "skipped", 1: "NOT held"}
     return Row(command, holds.get(status, "FAILED"), figures, script.target,
                time.monotonic() - start)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=GRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def no_lab() -> str:
@@ -120,6 +125,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = options.only.split(",") if options.only else [n for n in SCRIPTS if n != "all"]
     if unknown := set(names) - set(SCRIPTS) | set(names) & {"all"}:
         parser.error(f"no command to run: {', '.join(sorted(unknown))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -166,6 +167,14 @@ def test_a_measured_step_stands_beneath_the_predicted_one() -> None:
     shown = page.page(both, "")
     assert shown.index("simulated: ") < shown.index("measured: ")
     assert "A real step took" in told(both) and "predicted are" in told(both)
+
+
+def test_what_changed_while_training_is_told_after_which_step() -> None:
+    story = split()
+    seen = ((12, "rank 1 computes at 0.5 of what was usual"), (14, "moved in 0.20 s to tp 1"))
+    shown = told(dataclasses.replace(story, changed=seen))
+    assert "What changed while training" in shown and "What changed" not in told(story)
+    assert re.search(r"^12 +rank 1 computes at 0.5", shown, re.M)
 
 
 def test_of_many_ranks_that_differ_some_are_shown_and_how_many_is_said() -> None:

@@ -20,7 +20,7 @@ MOST_ROWS = 24  # of a table or a drawing; what is left out is said
 def sections(story: Story) -> list[Section]:
     """All that can be said of a story; what is not known is left out, or said to be so."""
     makers: list[Callable[[Story], Section | None]] = [
-        verdict, step, memory, exchanged, candidates, otherwise, sharding, sources]
+        verdict, changes, step, memory, exchanged, candidates, otherwise, sharding, sources]
     return [section for make in makers if (section := make(story))]
 
 
@@ -44,6 +44,16 @@ def verdict(story: Story) -> Section:
     if story.found and story.found.plan == plan:
         says.append(f"The search: {story.found.how_exact}.")
     return Section("verdict", "Verdict", says)
+
+
+def changes(story: Story) -> Section | None:
+    """What a run saw of its machines, and did."""
+    if not story.changed:
+        return None
+    rows = [(f"{number:,}", text) for number, text in story.changed]
+    return Section("changes", "What changed while training", [
+        "Seen by this run itself: its clocks, and looks at ranks and links. The plan is the one "
+        "that it has now."], TextTable(("after step", "what"), rows))
 
 
 def step(story: Story) -> Section | None:
