@@ -12,7 +12,7 @@ def time(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:,.2f} {unit}"
-    return f"{seconds * 1e6:.1f} us" if seconds else "0 s"
+    return f"{seconds * 1e6:.1f} us" if seconds * 1e6 >= 0.05 else "0 s"
 
 
 def size(num_bytes: float) -> str:

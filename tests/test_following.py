@@ -171,7 +171,7 @@ def followed(steps: int, changes: str) -> tuple[list[str], list[float], list[str
         losses.append(float(loss.detach()))
         plans.append(model.plan.describe(2))
     if folder := os.environ.get("KEEP_REPORT"):
-        model.report(f"{folder}/changed.html", **batch)
+        model.report(f"{folder}/{changes}.html", **batch)
     return plans, losses, [text for _, text in getattr(model.between, "told", ())]
 
 

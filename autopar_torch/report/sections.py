@@ -92,8 +92,10 @@ def exchanged(story: Story) -> Section | None:
     """Communication by axis, hidden and waited for, in the mean over all ranks."""
     found = [(label, axis_times(story, timeline)) for label, timeline in (
         ("predicted", story.predicted), ("measured", story.measured)) if timeline]
+    piped = any(len(replica.positions) > 1 for replica in story.plan.replicas)
     rows = [(axis, label, time(total), time(total - alone), time(alone), phases.AXES[axis])
-            for label, times in found for axis, (total, alone) in times.items() if total]
+            for label, times in found for axis, (total, alone) in times.items()
+            if total and (piped or axis != phases.PIPELINE)]
     if not found:
         return None
     head = ("along", "source", "per rank and step", "hidden", "waited for", "what it is")
