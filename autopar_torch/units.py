@@ -16,7 +16,9 @@ def time(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """In GiB; below one, in MiB."""
+    """In GiB; below one, in MiB; far below one of these, in KiB."""
+    if 0 < num_bytes < 2**20 / 10:
+        return f"{num_bytes / 2**10:,.1f} KiB"
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
 
 

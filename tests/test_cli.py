@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,28 @@ def test_exit_codes_say_what_went_wrong(
     assert usage.value.code == 2
 
 
+GOLDEN = Path(__file__).parent / "golden_errors.txt"
+
+
+def test_errors_read_as_they_were_meant_to(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the file: a command, what it says on stderr, and its exit code."""
+    monkeypatch.chdir(tmp_path)
+    files.save(Plan.uniform(dp=8), "eight.json")
+    Path("text.json").write_text("{")
+    Path("other.json").write_text('{"format": "autopar-plan"}')
+    asked = GOLDEN.read_text()
+    told = []
+    for line in (line for line in asked.splitlines() if line.startswith("$ autopar ")):
+        code = main(line.removeprefix("$ autopar ").replace("GIVEN", shlex.join(given)).split())
+        said = capsys.readouterr().err.replace(f"{tmp_path}/", "")
+        said = "".join(row for row in said.splitlines(True) if not row.startswith("[autopar]"))
+        told.append(f"{line}\n{said}exit {code}\n")
+    assert "\n".join(told) == asked
+
+
 # --- the surface: a new option is a decision, not an accident -------------------------------------
 
 ASKING = "--force --global-batch-size --json --memory --pin --precision"
@@ -309,6 +332,17 @@ def test_off_a_terminal_nothing_is_written_that_one_would_obey(given: list[str])
     done = subprocess.run([sys.executable, "-m", "autopar_torch", "explain", *given],
                           capture_output=True, text=True, check=True, timeout=300)
     assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_a_plan_for_seven_billion_parameters_takes_less_than_half_a_minute() -> None:
+    pytest.importorskip("transformers")
+    before = _children_s()
+    command = [sys.executable, "-m", "autopar_torch", "plan",
+               f"{ROOT / 'profiling' / 'big_models.py'}:llama_7b", "--cluster", "8xH100",
+               "--global-batch-size", "64", "--precision", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    assert _children_s() - before < 30 and "[autopar] tracing the model" in done.stderr
 
 
 # --- plans beside each other ----------------------------------------------------------------------

@@ -109,7 +109,8 @@ def made_by(text: str) -> tuple[Any, Any]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
         raise FileError(f"{text}: {type(error).__name__}: {error}",
-                        where=f"{last.filename}:{last.lineno}",
+                        where="MODEL" if last.filename[:1] == "<" or last.filename == __file__ else
+                        f"{last.filename}:{last.lineno}",
                         fix=f"pip install {missing}, if that is a package" if missing else MODEL,
                         ) from error
     if not isinstance(made, (tuple, list)) or len(made) != 2:

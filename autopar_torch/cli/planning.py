@@ -52,14 +52,11 @@ def simulate(options: argparse.Namespace) -> int:
     save(timeline, options)
     peak = max(timeline.memory, key=lambda memory: memory.peak_bytes)
     parts = timeline.parts(timeline.ranks[0])
-    if options.json:
-        return show({"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
-                     "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes})
-    return lines([f"{name:24} {text}" for name, text in (
-        ("a step", time(timeline.step_s)), ("rank 0 idle", time(parts.idle_s)),
-        ("rank 0 exchanging", time(parts.comm_s)),
-        ("of that while computing", time(parts.overlap_s)),
-        ("memory at most", size(peak.peak_bytes)))])
+    shown = {"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
+             "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes}
+    return show(shown) if options.json else lines(
+        f"{name.rpartition('_')[0]:8} {size(x) if name == 'peak_bytes' else time(x)}"
+        for name, x in shown.items())
 
 
 def _replay(options: argparse.Namespace) -> int:

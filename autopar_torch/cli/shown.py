@@ -28,56 +28,36 @@ class LogLines(logging.Handler):
 class Shown(logging.Handler):
     """What `progress` tells."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.began_s = time.monotonic()
-        self.next_s, self.what, self.new = self.began_s + FIRST_S, "", True
-        self.bar: Progress | None = None
+    bar: Progress | None = None
+    what, began_s, next_s = "", 0.0, 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        what, done, total = record.getMessage(), int(vars(record)["done"]), vars(record)["total"]
-        now_s = time.monotonic()
-        self.new, self.what = what != self.what, what
-        self.began_s = now_s if self.new else self.began_s
+        what, done, total = record.getMessage(), vars(record)["done"], vars(record)["total"]
+        new, self.what, now_s = what != self.what, what, time.monotonic()
+        self.began_s = now_s if new else self.began_s
+        self.next_s = self.next_s or now_s + FIRST_S
         if sys.stderr.isatty() or self.bar:
-            self._draw(what, done, total)
+            self.bar = self.bar or _bar()
+            if new:
+                self.bar.reset(self.bar.task_ids[0])
+            self.bar.update(self.bar.task_ids[0], description=what, completed=done,
+                            total=total or None, refresh=True)
         elif now_s >= self.next_s:
             self.next_s = now_s + EVERY_S
             left_s = (now_s - self.began_s) * (total - done) / max(1, done)
-            much = f": {done} of {total}" + (f", about {left_s:.0f} s left" if done else "")
-            print(f"[autopar] {what}{much if total else ''}", file=sys.stderr)
-
-    def _draw(self, what: str, done: int, total: int) -> None:
-        if self.bar is None:
-            self.bar = _bar()
-            self.bar.start()
-        task = self.bar.task_ids[0]
-        if self.new:
-            self.bar.reset(task)
-        self.bar.update(task, description=what, completed=done, total=total or None, refresh=True)
-
-    def close(self) -> None:
-        if self.bar:
-            self.bar.stop()  # and nothing of it is left
-            self.bar = None
-        super().close()
+            left = f", about {left_s:.0f} s left" if done else ""
+            print(f"[autopar] {what}" + f": {done} of {total}{left}" * bool(total), file=sys.stderr)
 
 
 def _bar() -> Progress:
     """Ranks that measure are not disturbed: there it moves only when something is told."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        SpinnerColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
-    bar = Progress(SpinnerColumn(), "{task.description}", BarColumn(), TimeElapsedColumn(),
-                   TimeRemainingColumn(), console=Console(stderr=True), transient=True,
-                   redirect_stdout=False, auto_refresh="RANK" not in os.environ)
+    bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False,
+                   auto_refresh="RANK" not in os.environ)
     bar.add_task("", total=None)
+    bar.start()
     return bar
 
 
@@ -85,7 +65,6 @@ def _bar() -> Progress:
 def showing() -> Iterator[None]:
     """While a command works."""
     handler = Shown()
-    level, propagate = progress.log.level, progress.log.propagate
     progress.log.addHandler(handler)
     progress.log.setLevel(logging.DEBUG)
     progress.log.propagate = False
@@ -94,11 +73,13 @@ def showing() -> Iterator[None]:
     finally:
         clear()
         progress.log.removeHandler(handler)
-        progress.log.setLevel(level)
-        progress.log.propagate = propagate
+        progress.log.setLevel(logging.NOTSET)
+        progress.log.propagate = True
 
 
 def clear() -> None:
-    """Before a result is written."""
+    """Before a result is written: nothing of a bar is left."""
     for handler in progress.log.handlers:
-        handler.close()
+        if isinstance(handler, Shown) and handler.bar:
+            handler.bar.stop()
+            handler.bar = None

@@ -157,8 +157,8 @@ class Following:
         except RunError as error:
             refused = str(error)
         took_s = time.perf_counter() - start
-        self.told.append((self.parallel.num_steps, f"not moved: {refused}" if refused else
-                          f"moved in {took_s:.2f} s to {short(plan)}"))
+        done = f"not moved: {refused}" if refused else f"moved in {took_s:.2f} s to {short(plan)}"
+        self.told.append((self.parallel.num_steps, done))
         if self.replanning:
             self.detector = Detector(self.world.size)
             self.replanning.moved(name_of(plan), took_s, refused)

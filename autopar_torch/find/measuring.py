@@ -101,8 +101,8 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
 
 def refuse_meta(tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
     """What has no values cannot be run. Parameters are made up, and may be on `meta`."""
-    named = {"the inputs": tensors, **{f"the buffer {name}": (t,) for name, t in buffers.items()}}
-    if without := [name for name, own in named.items() if any(t.is_meta for t in own)]:
+    without = ["the inputs"] * any(t.is_meta for t in tensors)
+    if without := [*without, *(f"the buffer {n}" for n, t in buffers.items() if t.is_meta)]:
         raise PlanError(f"nothing can be measured: there are no values in {without[0]} (on meta)",
                         where="measure", fix="make inputs, and a model with buffers, without "
                         "torch.device('meta'); the inputs with all rows of a step")

@@ -50,10 +50,9 @@ def changes(story: Story) -> Section | None:
     """What a run saw of its machines, and did."""
     if not story.changed:
         return None
-    rows = [(f"{number:,}", text) for number, text in story.changed]
-    return Section("changes", "What changed while training", [
-        "Seen by this run itself: its clocks, and looks at ranks and links. The plan is the one "
-        "that it has now."], TextTable(("after step", "what"), rows))
+    says = "Seen by this run itself: its clocks, and looks at ranks and links."
+    return Section("changes", "What changed while training", [says], TextTable(
+        ("after step", "what"), [(f"{number:,}", text) for number, text in story.changed]))
 
 
 def step(story: Story) -> Section | None:

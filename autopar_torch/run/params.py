@@ -26,6 +26,9 @@ from .sharded import adopt, local, plainly
 from .spread import Spread, paste
 from .world import World
 
+# Of ranks that hold the same parameters: names of their own, by which a timeline knows them.
+team_gather, team_sum = heard(gather_pieces, "team_gather"), heard(arrive, "team_sum")
+
 
 @dataclass
 class Held:
@@ -221,17 +224,6 @@ class ParamStore:
     def release(self, held: Held) -> None:
         """Free a gathered leaf; what autograd saved of it is filled again by `gather`."""
         held.leaf.untyped_storage().resize_(0)
-
-
-@heard
-def team_gather(flat: Tensor, axis: Axis) -> list[Tensor]:
-    """Of ranks that hold the same parameters: a name of its own, by which a timeline knows it."""
-    return gather_pieces(flat, axis)
-
-
-@heard
-def team_sum(works: Iterable[Any]) -> None:
-    arrive(works)
 
 
 def put(tensor: Tensor, value: Tensor) -> None:
