@@ -21,7 +21,8 @@ setup(
     package_data={"autopar_torch": ["py.typed", "shard/*.json", "report/*.css"],
                   "autopar_torch.hardware": ["*.json", "networks/*.json"]},
     entry_points={"console_scripts": ["autopar = autopar_torch.cli:main"]},
-    install_requires=["torch>=2.11.0", "numpy", "msgspec", "safetensors", "nvidia-ml-py"],
+    install_requires=["torch>=2.11.0", "numpy", "msgspec", "safetensors", "rich",
+                      "nvidia-ml-py"],
     extras_require={
         "test": [
             "pytest",
@@ -33,6 +34,12 @@ setup(
             "safetensors",
             "ruff",
             "mypy",
+            "shtab",
+            "kubernetes-validate",
         ],
+        "completion": ["shtab"],
+        "notebook": ["nbclient", "ipykernel", "matplotlib"],
+        "docs": ["mkdocs", "mkdocs-material"],
+        "hf": ["transformers", "accelerate"],
     },
 )

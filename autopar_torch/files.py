@@ -18,6 +18,7 @@ from .errors import FileError
 T = TypeVar("T")
 MAX_BYTES = 64 * 2**20
 SHOWN = 60  # characters of a wrong value
+BY_FILE = "write it with autopar_torch.files.save, or correct the field named above"
 
 
 def encode(value: object) -> bytes:
@@ -31,10 +32,11 @@ def checked(value: object, kind: type[T], where: str) -> T:
         data = json.dumps(msgspec.to_builtins(value), allow_nan=False).encode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FileError(f"not a valid {_name(kind)}: {error}", where=where) from error
-    return decode(data, kind, where=where)
+    names = ", ".join(getattr(kind, "__struct_fields__", ()))
+    return decode(data, kind, where=where, fix=f"correct it{names and f'; there are {names}'}")
 
 
-def decode(data: bytes, kind: type[T], *, where: str = "bytes") -> T:
+def decode(data: bytes, kind: type[T], *, where: str = "bytes", fix: str = BY_FILE) -> T:
     """Bytes to a noun; unknown fields, wrong types and broken limits are refused by path."""
     if len(data) > MAX_BYTES:
         raise FileError(f"too much for a {_name(kind)}, the limit is {MAX_BYTES} bytes",
@@ -43,8 +45,7 @@ def decode(data: bytes, kind: type[T], *, where: str = "bytes") -> T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(
-            f"not a valid {_name(kind)}: {error}{_found(data, str(error))}", where=where,
-            fix="write it with autopar_torch.files.save, or correct the field named above",
+            f"not a valid {_name(kind)}: {error}{_found(data, str(error))}", where=where, fix=fix,
         ) from error
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
+import pty
+import resource
+import shlex
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ import torch
 from msgspec import structs
 
 from autopar_torch import Plan, api, files, load_plan
-from autopar_torch.cli import build_parser, machines, main
+from autopar_torch.cli import build_parser, machines, main, shown, subparsers
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.find import measuring
 from ranks import ROOT
@@ -142,6 +147,23 @@ def test_measuring_takes_the_precision_and_refuses_other_rows(
     assert main(["plan", model, "--cluster", out, "--precision", "bfloat16"]) == 0
 
 
+def test_what_has_no_values_is_not_measured(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "meta.py"
+    own.write_text(MODEL.replace("zeros(2, 64)", "zeros(2, 64, device='meta')"))
+    assert main(["measure", f"{own}:made", "--out", str(tmp_path / "known.json")]) == 4
+    assert "there are no values in the inputs (on meta)" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "needs.py").write_text("import no_such_package")
+    assert main(["plan", f"{tmp_path / 'needs.py'}:made", *given[1:]]) == 4
+    assert "pip install no_such_package" in capsys.readouterr().err
+
+
 def test_exit_codes_say_what_went_wrong(
     given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +179,28 @@ def test_exit_codes_say_what_went_wrong(
     with pytest.raises(SystemExit) as usage:
         main(["plan"])
     assert usage.value.code == 2
+
+
+GOLDEN = Path(__file__).parent / "golden_errors.txt"
+
+
+def test_errors_read_as_they_were_meant_to(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the file: a command, what it says on stderr, and its exit code."""
+    monkeypatch.chdir(tmp_path)
+    files.save(Plan.uniform(dp=8), "eight.json")
+    Path("text.json").write_text("{")
+    Path("other.json").write_text('{"format": "autopar-plan"}')
+    asked = GOLDEN.read_text()
+    told = []
+    for line in (line for line in asked.splitlines() if line.startswith("$ autopar ")):
+        code = main(line.removeprefix("$ autopar ").replace("GIVEN", shlex.join(given)).split())
+        said = capsys.readouterr().err.replace(f"{tmp_path}/", "")
+        said = "".join(row for row in said.splitlines(True) if not row.startswith("[autopar]"))
+        told.append(f"{line}\n{said}exit {code}\n")
+    assert "\n".join(told) == asked
 
 
 # --- the surface: a new option is a decision, not an accident -------------------------------------
@@ -178,8 +222,7 @@ SURFACE = {
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    action = next(a for a in build_parser()._actions if isinstance(a.choices, dict))
-    return dict(action.choices or {})
+    return subparsers(build_parser())
 
 
 def test_the_commands_and_their_options_are_these() -> None:
@@ -198,11 +241,17 @@ def test_the_example_in_the_help_of_a_command_is_understood_by_it(name: str) -> 
 def test_help_comes_at_once() -> None:
     took = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = _children_s()
         subprocess.run([sys.executable, "-m", "autopar_torch", "--help"], capture_output=True,
                        check=True, timeout=300)
-        took.append(time.perf_counter() - start)
+        took.append(_children_s() - before)
     assert min(took) < 0.4
+
+
+def _children_s() -> float:
+    """Of the processor: what else runs here may make the wait longer."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_wrong_usage_says_what_where_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +261,91 @@ def test_wrong_usage_says_what_where_and_what_to_do(capsys: pytest.CaptureFixtur
     assert usage.value.code == 2 and not told.out
     assert "--cluster" in told.err and "where: autopar plan" in told.err and "fix:" in told.err
     assert "example:" in told.err
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("report", {"--precision"}), ("diff", {"--precision", "--pin", "--memory"})])
+def test_what_a_plan_says_itself_is_not_offered(name: str, said: set[str]) -> None:
+    words = set(verbs()[name].format_help().split())
+    assert not words & said and {"--cluster", "--json"} <= words
+
+
+def test_a_shell_completes_commands_options_and_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    assert not ended.value.code
+    script = capsys.readouterr().out + """
+complete -p autopar
+ask() { COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _shtab_autopar autopar "${@: -1}"
+        echo "${COMPREPLY[@]}"; }
+ask autopar ""; ask autopar plan --gl
+"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[0].endswith("autopar"), done.stderr
+    found = done.stdout.split()
+    assert set(SURFACE) <= set(found) and "--global-batch-size" in found
+
+
+# --- progress: on stderr, and only there ----------------------------------------------------------
+
+
+def tell(what: str, done: int, total: int) -> None:
+    shown.progress.tell(what, done, total)
+
+
+def test_off_a_terminal_a_line_comes_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(shown.time, "monotonic", lambda: now[0])
+    with shown.showing():
+        for second in range(30):
+            now[0] = float(second)
+            tell("tracing" if second < 5 else "searching", second, 30)
+    told = capsys.readouterr()
+    assert not told.out and told.err.splitlines() == [
+        "[autopar] tracing: 2 of 30, about 28 s left", "[autopar] searching: 12 of 30, about 10 s "
+        "left", "[autopar] searching: 22 of 30, about 6 s left"]
+    tell("nobody listens", 0, 1)
+    assert not capsys.readouterr().err
+
+
+def test_on_a_terminal_a_bar_moves_and_is_gone_before_the_result(
+    given: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, inside = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    drawn = bytearray()
+    reader = threading.Thread(target=_all_of, args=(outside, drawn))
+    reader.start()
+    with open(inside, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        assert main(["plan", *given, "--json"]) == 0
+    reader.join(60)
+    assert json.loads(capsys.readouterr().out)["choices"]
+    assert b"tracing the model" in drawn and b"searching" in drawn
+    assert drawn.count(b"\x1b[?25h") == drawn.count(b"\x1b[?25l") == 1  # the cursor is back
+
+
+def _all_of(terminal: int, drawn: bytearray) -> None:
+    with contextlib.suppress(OSError):  # the other end was closed
+        while part := os.read(terminal, 4096):
+            drawn += part
+
+
+@pytest.mark.slow
+def test_a_plan_for_seven_billion_parameters_takes_less_than_half_a_minute() -> None:
+    pytest.importorskip("transformers")
+    before = _children_s()
+    command = [sys.executable, "-m", "autopar_torch", "plan",
+               f"{ROOT / 'profiling' / 'big_models.py'}:llama_7b", "--cluster", "8xH100",
+               "--global-batch-size", "64", "--precision", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    assert _children_s() - before < 30 and "[autopar] tracing the model" in done.stderr
 
 
 # --- plans beside each other ----------------------------------------------------------------------

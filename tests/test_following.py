@@ -144,8 +144,9 @@ def test_a_closure_is_within_a_step_of_its_optimizer() -> None:
 CHANGES = {20: (0.05, 1.0), 60: (1.0, 1.0)}  # step -> what is left of the links, and of rank 1
 
 
-def followed(steps: int, changes: str) -> tuple[list[str], list[float]]:
-    """Plans and losses of a run whose machines seem to change. Two nodes by name only."""
+def followed(steps: int, changes: str) -> tuple[list[str], list[float], list[str]]:
+    """Plans and losses of a run whose machines seem to change, and what it has told of that. Two
+    nodes by name only."""
     torch.set_num_threads(1)
     rank, batch = int(os.environ["RANK"]), zoo.batch("nanogpt", 8)
     model = ap.parallelize(zoo.build("nanogpt", 0), batch, plan=ap.Plan.uniform(dp=2),
@@ -169,7 +170,9 @@ def followed(steps: int, changes: str) -> tuple[list[str], list[float]]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         plans.append(model.plan.describe(2))
-    return plans, losses
+    if folder := os.environ.get("KEEP_REPORT"):
+        model.report(f"{folder}/{changes}.html", **batch)
+    return plans, losses, [text for _, text in getattr(model.between, "told", ())]
 
 
 SEEN = [(1.0, 1.0)]
@@ -200,10 +203,12 @@ class Here:
 
 
 def test_a_run_moves_when_a_link_falls_and_back_when_it_returns() -> None:
-    (plans, losses), _ = run_ranks(2, "test_following:followed", 120, "follow")
-    kept, want = run_ranks(2, "test_following:followed", 120, "tell")[0]
+    (plans, losses, told), _ = run_ranks(2, "test_following:followed", 120, "follow")
+    kept, want, nothing = run_ranks(2, "test_following:followed", 120, "tell")[0]
     distinct = [plan for k, plan in enumerate(plans) if not k or plan != plans[k - 1]]
     assert [plan[0] for plan in distinct] == ["2", "1", "2"]  # replicas
     assert 20 < plans.index(distinct[1]) < 60 < plans.index(distinct[2])
-    assert len(set(kept)) == 1
+    assert len(set(kept)) == 1 and not nothing
+    assert [text.split()[0] for text in told if text.startswith("moved")] == ["moved"] * 2
+    assert any("the link of node" in text for text in told)
     torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)

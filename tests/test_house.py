@@ -20,7 +20,7 @@ MOST_LINES = 450
 
 NOUNS = {
     "model", "cluster", "profile", "plan", "timeline", "schedule", "proof", "guards", "errors",
-    "files", "limits", "zones", "datasheets", "policy", "history",
+    "files", "limits", "zones", "datasheets", "policy", "history", "progress", "units",
 }
 SHARD = NOUNS | {"shard"}
 TRACE = SHARD | {"trace"}

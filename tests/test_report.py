@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import html
+import itertools
 import json
 import re
 import resource
@@ -21,6 +24,7 @@ from autopar_torch import api
 from autopar_torch.report import page, text
 from autopar_torch.report.blocks import split_block
 from autopar_torch.report.gantt import COLOURS
+from autopar_torch.report.perfetto import export
 from autopar_torch.report.sections import axis_times, sections
 from autopar_torch.report.story import Story, groups, runs
 from autopar_torch.timeline import COMPUTE, Span, Timeline
@@ -168,6 +172,14 @@ def test_a_measured_step_stands_beneath_the_predicted_one() -> None:
     assert "A real step took" in told(both) and "predicted are" in told(both)
 
 
+def test_what_changed_while_training_is_told_after_which_step() -> None:
+    story = split()
+    seen = ((12, "rank 1 computes at 0.5 of what was usual"), (14, "moved in 0.20 s to tp 1"))
+    shown = told(dataclasses.replace(story, changed=seen))
+    assert "What changed while training" in shown and "What changed" not in told(story)
+    assert re.search(r"^12 +rank 1 computes at 0.5", shown, re.M)
+
+
 def test_of_many_ranks_that_differ_some_are_shown_and_how_many_is_said() -> None:
     spans = tuple(Span(rank, COMPUTE, "0F0", 0.0, 1.0 + rank) for rank in range(30))
     story = Story(ap.Plan.uniform(dp=30), split().graph, 30, measured=Timeline(spans, 30.0))
@@ -185,6 +197,32 @@ def test_the_report_of_what_another_case_predicts_is_refused() -> None:
         model, inputs = Loss(4096), {"x": torch.zeros(2, 4096)}
     with pytest.raises(ap.AutoparError, match="names 8 devices"):
         api.report(None, ap.Plan.uniform(dp=8), model, inputs, "4xH100")
+
+
+# --- in Perfetto ----------------------------------------------------------------------------------
+
+
+def test_a_trace_keeps_the_rules_of_perfetto(tmp_path: Path) -> None:
+    """Whose processor moves slices that overlap to other tracks, and drops arrows to nowhere."""
+    with torch.device("meta"):
+        model, inputs = Loss(4096), {"x": torch.zeros(2, 4096)}
+    step = ap.simulate(ap.Plan.uniform(tp=2, pp=2, num_micro_batches=8), model, inputs,
+                       "2x2xA100-80@roce100", global_batch_size=4096)
+    export({"predicted": step, "measured": step}, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in (e for e in events if e["ph"] == "X"):
+        assert e["ts"] >= 0 and e["dur"] >= 0
+        tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], round(e["ts"] + e["dur"], 3)))
+    for own in tracks.values():
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(own)))
+    assert len(tracks) > 2 * len({pid for pid, _ in tracks})  # some exchanges are at the same time
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert named == set(tracks)
+    ends = [e for e in events if e["ph"] in "sf"]
+    assert ends and all(any(a <= e["ts"] <= b for a, b in tracks[e["pid"], e["tid"]]) for e in ends)
+    by_id = collections.Counter((e["id"], e["ph"]) for e in ends)
+    assert set(by_id.values()) == {1} and len({number for number, _ in by_id}) * 2 == len(by_id)
 
 
 # --- in a browser ---------------------------------------------------------------------------------

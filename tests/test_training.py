@@ -21,11 +21,14 @@ from torch import Tensor, nn
 
 import autopar_torch as ap
 import claims
+import nets
 import oracle
 import zoo
 from autopar_torch.errors import PlanError, ShardingError
 from autopar_torch.plan import Replica, Stage
+from autopar_torch.report import phases
 from autopar_torch.search.space import Constraints
+from autopar_torch.timeline import COMM
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "num_micro_batches": 2}
@@ -359,6 +362,18 @@ def claim_plans_travel_as_json() -> None:
     assert msgspec.json.decode(data, type=ap.Plan) == model.plan
     again = ap.parallelize(zoo.build("gpt2"), plan=model.plan)
     assert _near(again(**zoo.batch("gpt2", 4)), model(**zoo.batch("gpt2", 4)))
+
+
+def claim_a_measured_step_tells_apart_what_replicas_and_tensor_groups_exchange() -> None:
+    for degrees, there, elsewhere in (({"dp": 2, "zero": 2}, phases.DATA, phases.TENSOR),
+                                      ({"dp": 2, "zero": 3}, phases.DATA, phases.TENSOR),
+                                      ({"tp": 2}, phases.TENSOR, "")):
+        model, given = nets.parallel(degrees), nets.batch()
+        loss = model(*given)
+        loss.backward()
+        timeline = model.measure(*given)
+        found = {phases.phase(span) for span in timeline.spans if span.stream == COMM}
+        assert there in found and elsewhere not in found, (degrees, found)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

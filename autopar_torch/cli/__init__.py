@@ -15,6 +15,7 @@ from ..errors import AutoparError, FileError, PlanError
 from ..profile import QUICK_S
 from . import comparing, machines, planning, running
 from .options import MODEL, count, nodes, plain, refuse_out, seconds
+from .shown import LogLines, showing
 
 # By what went wrong: nothing fits; a bad file, model or plan; another profile; a worker failed.
 EXIT_CODES: dict[type[AutoparError], int] = {
@@ -25,6 +26,7 @@ EXIT_CODES: dict[type[AutoparError], int] = {
 CLUSTER = ("16x8xH100, 2x8xH100@ib400 + 4x8xA100-80, or a JSON file of a cluster or of what was "
            "measured")
 Command = Callable[[argparse.Namespace], int]
+FILES = ("plan", "other", "out", "measured", "trace", "model", "cluster", "rest")  # for a shell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,11 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:  # options of torchrun, which come before the script
         options.rest = [*unknown, *options.rest]
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[autopar] %(message)s")
+    logging.basicConfig(handlers=[LogLines()], level=logging.INFO, format="[autopar] %(message)s")
     try:
         refuse_out(options)
         command: Command = options.command
-        return command(options)
+        with showing():
+            return command(options)
     except AutoparError as error:
         print(plain(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
@@ -60,11 +63,34 @@ class Parser(argparse.ArgumentParser):
                   f"--help\n{self.epilog or ''}")
 
 
+class Completion(argparse.Action):
+    """What a shell has to know, as torchrun gives it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("completion needs shtab: pip install shtab")
+        for verb in subparsers(parser).values():
+            for action in verb._actions:
+                if action.dest in FILES:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return next(dict(a.choices) for a in parser._actions if isinstance(a.choices, dict))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Commands in the order in which one needs them."""
     parser = Parser("autopar", description="Plan and run parallel training.", epilog=_example(
         "estimate profiling/big_models.py:llama_7b --cluster 8xH100 --global-batch-size 64"),
         formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print-completion", action=Completion, choices=["bash", "zsh", "tcsh"],
+                        help="print a script that completes commands in a shell")
     verbs = parser.add_subparsers(required=True, metavar="command")
     _of_the_machine(verbs)
     _of_a_model(verbs)
@@ -126,9 +152,10 @@ def _of_plans(verbs: Any) -> None:
                       f"diff plan.json mine.json {model}")
     differing.add_argument("plan", help="file of a plan")
     differing.add_argument("other", help="file of another")
-    for verb in (simulated, reported, differing):
+    for verb, said in ((simulated, ""), (reported, "precision"),
+                       (differing, "precision pin memory")):
         verb.add_argument("model", help=MODEL)
-        _on_machines(verb)
+        _on_machines(verb, said)
     valid = _verb(verbs, "validate", comparing.validate, "check the file of a plan",
                   "validate plan.json --devices 8")
     valid.add_argument("plan", help="file of a plan")
@@ -161,12 +188,15 @@ def _example(text: str, program: str = "autopar") -> str:
     return f"example:\n  {program} {text}\n"
 
 
-def _on_machines(verb: argparse.ArgumentParser, **more: Any) -> None:
-    """Where a model would be trained, and how."""
+def _on_machines(verb: argparse.ArgumentParser, said: str = "", **more: Any) -> None:
+    """Where a model would be trained, and how; `said`: what a plan says itself, so that it is
+    refused, and not in the help."""
     verb.add_argument("--cluster", required=True, help=CLUSTER, **more)
     verb.add_argument("--network", default="", help="what joins the nodes of a name: a rate per "
                       "device (400Gb/s), or a name (roce100)")
     _asking(verb)
+    for action in verb._actions:
+        action.help = argparse.SUPPRESS if action.dest in said.split() else action.help
 
 
 def _asking(verb: argparse.ArgumentParser) -> None:

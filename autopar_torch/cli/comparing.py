@@ -61,8 +61,8 @@ def estimate(options: argparse.Namespace) -> int:
     from .. import api
     from ..report.story import TextTable
     from ..report.text import table
-    from ..report.units import size, time
     from ..search.explain import short
+    from ..units import size, time
 
     rows = []
     for text in options.model:
@@ -71,7 +71,8 @@ def estimate(options: argparse.Namespace) -> int:
             try:
                 found = api.plan(model, inputs, place(options, where), **asked(options))
             except SearchError as error:
-                rows.append((text.rpartition(":")[2], where, "no", "", "", str(error.what)))
+                missing = error.what.replace("\n  ", "; ")
+                rows.append((text.rpartition(":")[2], where, "no", "", "", missing))
                 continue
             rows.append((text.rpartition(":")[2], where, "yes", size(found.memory_bytes),
                          time(found.step_s), short(found.plan)))

@@ -19,6 +19,7 @@ import msgspec
 
 from .. import files
 from ..errors import FileError, PlanError
+from .shown import clear
 
 MOST_BYTES = 2**50
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -106,8 +107,12 @@ def made_by(text: str) -> tuple[Any, Any]:
         made = getattr(_module(place), name)()
     except (Exception, SystemExit) as error:  # whatever the code does
         last = traceback.extract_tb(error.__traceback__)[-1]
+        missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
         raise FileError(f"{text}: {type(error).__name__}: {error}",
-                        where=f"{last.filename}:{last.lineno}", fix=MODEL) from error
+                        where="MODEL" if last.filename[:1] == "<" or last.filename == __file__ else
+                        f"{last.filename}:{last.lineno}",
+                        fix=f"pip install {missing}, if that is a package" if missing else MODEL,
+                        ) from error
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         raise FileError(f"{text} returned {type(made).__name__}", where="MODEL", fix=MODEL)
     return made[0], made[1]
@@ -140,12 +145,15 @@ def save(value: Any, options: argparse.Namespace) -> None:
 
 
 def show(value: Any) -> int:
+    clear()
     print(json.dumps(value, indent=1), flush=True)
     return 0
 
 
 def lines(rows: Iterable[str]) -> int:
-    print(plain("\n".join(rows)), flush=True)
+    text = plain("\n".join(rows))
+    clear()
+    print(text, flush=True)
     return 0
 
 

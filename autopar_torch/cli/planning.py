@@ -7,6 +7,7 @@ import json
 
 from .. import files
 from ..errors import PlanError
+from ..units import size, time
 from .options import asked, lines, model_of, place, refuse_said, save, show
 
 
@@ -18,7 +19,7 @@ def plan(options: argparse.Namespace) -> int:
     save(found.plan, options)
     if options.json:
         return show(json.loads(files.encode(found)))
-    rows = ["      step     memory per device"]
+    rows = [f"{'step':>12}  {'memory/device':>14}"]
     rows += [line(choice, found.step_s, found.num_devices)
              for choice in found.choices[: options.top]]
     rows.append(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
@@ -53,7 +54,9 @@ def simulate(options: argparse.Namespace) -> int:
     parts = timeline.parts(timeline.ranks[0])
     shown = {"step_s": timeline.step_s, "idle_s": parts.idle_s, "comm_s": parts.comm_s,
              "overlap_s": parts.overlap_s, "peak_bytes": peak.peak_bytes}
-    return show(shown) if options.json else lines([f"{k:12} {v:.6g}" for k, v in shown.items()])
+    return show(shown) if options.json else lines(
+        f"{name.rpartition('_')[0]:8} {size(x) if name == 'peak_bytes' else time(x)}"
+        for name, x in shown.items())
 
 
 def _replay(options: argparse.Namespace) -> int:

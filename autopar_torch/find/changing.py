@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .. import progress
 from ..cluster import Cluster
 from ..errors import PlanError, SearchError
 from ..history import History
@@ -198,7 +199,8 @@ def course(planner: Planner, history: History, moving: Moving) -> tuple[Course, 
     """What policies depend on, and how many plans were kept."""
     states = [(at_s, tuple((level(a), level(b)) for a, b in own)) for at_s, own in history.states()]
     states = [own for k, own in enumerate(states) if not k or own[1] != states[k - 1][1]]
-    distinct = {state: planner.for_state(state) for _, state in states}
+    distinct = {state: planner.for_state(state) for _, state in progress.counted(
+        "planning for what the machines are like", states)}
     kept = list(dict.fromkeys(own for own in distinct.values() if own))
     if not kept:
         raise SearchError("no plan fits at any time", where="changes", fix="add nodes or memory")

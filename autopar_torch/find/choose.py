@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from .. import files
+from .. import files, progress
 from ..cluster import Cluster
 from ..errors import FileError
 from ..measure.stats import APART, STEP
@@ -71,6 +71,7 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
     Where nothing is shared, the engine would only repeat the walk. The engine may predict more
     bytes than the search: if no plan fits then, the search is repeated with less memory.
     """
+    progress.tell("searching")
     equal = not gives_unequal(known.profile)
     shared = not known.profile.assumed or known.profile.cluster.shares
     num_kept = max(kept, MOST_KEPT) if equal and shared else kept
@@ -94,7 +95,8 @@ def best(graph: ModelGraph, known: Known, num_rows: int, limits: Constraints,
 
 def _simulated(choices: Sequence[Choice], graph: ModelGraph, profile: Profile,
                num_rows: int) -> list[Choice]:
-    timelines = [simulate(c.plan, graph, profile, num_rows, draws=DRAWS) for c in choices]
+    timelines = [simulate(c.plan, graph, profile, num_rows, draws=DRAWS)
+                 for c in progress.counted("simulating the best plans", choices)]
     return [Choice(c.plan, t.step_s, max(memory.peak_bytes for memory in t.memory))
             for c, t in zip(choices, timelines, strict=True)]
 

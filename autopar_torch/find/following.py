@@ -25,6 +25,7 @@ from ..run import optimizers
 from ..run.batches import Settle
 from ..run.model import ParallelModel
 from ..run.pace import Detector, Slowed, Stopwatch
+from ..search.explain import short
 from ..search.reasons import Case
 from .replan import Asking, Priced, Question, name_of
 
@@ -56,6 +57,7 @@ class Following:
         self.usual: Look | None = None
         self.now = Factors((1.0,) * self.world.size, (1.0,) * len(set(self.nodes)))
         self.next_look_s = math.inf
+        self.told: list[tuple[int, str]] = []  # after which step, and what; for a report
 
     def __call__(self, settle: Settle) -> None:
         heard, self.pace.heard = self.pace.heard, None
@@ -143,8 +145,9 @@ class Following:
                 found.append((old, new, f"the link of node {names[node].split('/')[0]} runs at"))
         why = f" ({self._described(suspect)})" if suspect else ""
         for old, new, name in found:
-            log.log(logging.WARNING if new < old else logging.INFO,
-                    "%s %.2g of what was usual, before that %.2g%s", name, new, old, why)
+            text = f"{name} {new:.2g} of what was usual, before that {old:.2g}"
+            log.log(logging.WARNING if new < old else logging.INFO, "%s%s", text, why)
+            self.told.append((self.parallel.num_steps, text))
 
     def _move(self, plan: Plan) -> None:
         """All ranks; rank 0 says what it was good for."""
@@ -153,9 +156,12 @@ class Following:
             self.parallel.move(plan)
         except RunError as error:
             refused = str(error)
+        took_s = time.perf_counter() - start
+        done = f"not moved: {refused}" if refused else f"moved in {took_s:.2f} s to {short(plan)}"
+        self.told.append((self.parallel.num_steps, done))
         if self.replanning:
             self.detector = Detector(self.world.size)
-            self.replanning.moved(name_of(plan), time.perf_counter() - start, refused)
+            self.replanning.moved(name_of(plan), took_s, refused)
 
 
 def begin(parallel: ParallelModel, changes: OnChange) -> None:

@@ -14,9 +14,9 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from .. import files
+from .. import files, progress
 from ..cluster import CPU_CORE, GPU, Cluster
-from ..errors import AutoparError
+from ..errors import AutoparError, PlanError
 from ..limits import Name
 from ..measure.links import Lines
 from ..measure.room import PART, capped, chain_bytes
@@ -82,6 +82,8 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
             world: World, device: torch.device, cluster: Cluster, limits: Constraints,
             seconds: float = QUICK_S) -> Known:
     """Links first, since they decide how blocks are split; then everything the plans need."""
+    refuse_meta(tensors, buffers)
+    progress.tell("measuring the machines: links, then blocks")
     ways_known = _measurable(_options(traced, call, world, device, cluster, limits), traced,
                              cluster)
     found = list(candidates(ways_known, traced.graph, world.size, call.num_rows, limits))
@@ -95,6 +97,15 @@ def measure(traced: Traced, call: Call, tensors: Sequence[Tensor], buffers: Mapp
                        seconds)
     name_noise(profile, world)
     return Known(tuple(ways_known), profile, digest(traced.graph), made_with())
+
+
+def refuse_meta(tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """What has no values cannot be run. Parameters are made up, and may be on `meta`."""
+    without = ["the inputs"] * any(t.is_meta for t in tensors)
+    if without := [*without, *(f"the buffer {n}" for n, t in buffers.items() if t.is_meta)]:
+        raise PlanError(f"nothing can be measured: there are no values in {without[0]} (on meta)",
+                        where="measure", fix="make inputs, and a model with buffers, without "
+                        "torch.device('meta'); the inputs with all rows of a step")
 
 
 def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num_rows: int,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from .. import files
+from .. import files, progress
 from ..cluster import Cluster, Device
 from ..datasheets import named
 from ..errors import PlanError, ProfileError
@@ -102,7 +102,7 @@ def assumed(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints
     groups = {mesh: ways.neighbours(cluster, mesh)
               for mesh in ways.meshes(cluster, MOST_TP, limits)}
     options = tuple(ways.option(traced, mesh, _slowest_prices(cluster, mesh, own), limits.rings)
-                    for mesh, own in groups.items())
+                    for mesh, own in progress.counted("splitting blocks", groups.items()))
     return Known(options, priced(traced, num_rows, cluster, limits, options))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from .. import progress
 from ..cluster import Cluster, Link, slowest_of
 from ..errors import SearchError
 from ..plan import Plan, Stage
@@ -158,7 +159,7 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
     """Costs by datasheet, at the prices of each class of devices, with forward kept and with it
     recomputed."""
     found: dict[tuple[str, str, int], BlockCosts] = {}
-    for option in options:
+    for option in progress.counted("pricing blocks by datasheet", options):
         for block, sharding in zip(traced.graph.blocks, option.shardings, strict=True):
             need = BlockNeed(block.kind, sharding, 1)
             if (block.kind, need.key, 0) in found:

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from msgspec.structs import replace
 
+from .. import progress
 from ..cluster import Cluster
 from ..errors import ProfileError
 from ..profile import (
@@ -86,7 +87,8 @@ class Session:
             for blocks in made.values():
                 blocks.run_counted(count)
                 barrier(self.places)
-        for blocks in made.values():
+        for done, blocks in enumerate(made.values(), 1):
+            progress.tell("preparing what is measured", done, len(made))
             blocks.read_bytes(count)
             barrier(self.places)
             blocks.round()
@@ -108,7 +110,8 @@ class Session:
         in between: a core with a quota would make up for the pause.
         """
         self.rounds += 1
-        for chain in self.wanted:
+        for done, chain in enumerate(self.wanted, 1):
+            progress.tell(f"measuring, round {self.rounds}", done, len(self.wanted))
             barrier(self.places)
             chain.warm_up()
             for _ in BACKWARDS:

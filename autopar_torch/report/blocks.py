@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..shard.holdings import Box, LocalParam
 from ..shard.layout import Layout, Split, is_cut, local_shape, parse_forms
+from ..units import shape
 from .story import Section, Story, TextTable
-from .units import shape
 
 
 class Param(NamedTuple):

@@ -7,8 +7,8 @@ from ..plan import Plan
 from ..search.best import Choice, Result
 from ..search.explain import short
 from ..search.reasons import Case, time_parts, variants
+from ..units import size, time
 from .story import Section, Story, TextTable
-from .units import size, time
 
 SIMPLER = "which knows nothing of shared cores and links, or of how times vary"
 
@@ -74,7 +74,8 @@ def _why(case: Case, plan: Plan, mine: Plan) -> str:
 
 
 def _largest(parts: dict[str, float], most: int = 2) -> list[tuple[str, float]]:
-    return sorted(((n, s) for n, s in parts.items() if s), key=lambda p: -abs(p[1]))[:most]
+    seen = [(name, seconds) for name, seconds in parts.items() if abs(seconds) > 1e-7]
+    return sorted(seen, key=lambda part: -abs(part[1]))[:most]
 
 
 def _proof(found: Result) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from ..timeline import COMM, COMPUTE, Span, Timeline
+from ..units import time
 from . import phases
 from .sections import MOST_ROWS, left_out
 from .story import Story, groups
-from .units import time
 
 WIDTH = 1000.0  # units of a lane: of time nothing narrower than one is told apart
 COLOURS = {  # of Okabe and Ito, which people with any colour vision can tell apart

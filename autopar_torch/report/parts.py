@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from html import escape
 
 from ..timeline import Memory
+from ..units import shape, size
 from .blocks import Param, split_block
 from .gantt import WIDTH, key
 from .sections import MOST_ROWS
 from .story import Story, groups
-from .units import shape, size
 
 MEMORY = {"params": "#0072b2", "grads": "#e69f00", "optimizer": "#009e73",
           "activations": "#56b4e9", "working": "#cc79a7", "buffers": "#b3a100", "fixed": "#8c8c8c"}

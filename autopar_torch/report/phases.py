@@ -15,7 +15,7 @@ AXES = {TENSOR: "partial results inside blocks", PIPELINE: "activations and thei
         " stages", DATA: "sums of gradients, and gathers of parameters that ZeRO cut",
         ALL: "the loss and what else is returned"}
 ACTION = re.compile(r"\d+(F|B|I|W)\d+")
-AMONG_REPLICAS = ("reduce", "scatter", "gather", "refresh", "wait")
+AMONG_REPLICAS = ("reduce", "scatter", "gather", "refresh", "wait", "team_gather", "team_sum")
 NAMED = {"loss": ALL, "outputs": ALL, "update": UPDATE}
 
 

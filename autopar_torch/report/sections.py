@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from ..profile import SOURCES, Profile
 from ..search.explain import short
 from ..timeline import COMM, COMPUTE, Memory, Timeline, length, merged, union
+from ..units import size, time
 from . import phases
 from .blocks import sharding
 from .choices import candidates, otherwise
 from .story import Alike, Section, Story, TextTable, groups
-from .units import size, time
 
 MOST_ROWS = 24  # of a table or a drawing; what is left out is said
 
@@ -20,7 +20,7 @@ MOST_ROWS = 24  # of a table or a drawing; what is left out is said
 def sections(story: Story) -> list[Section]:
     """All that can be said of a story; what is not known is left out, or said to be so."""
     makers: list[Callable[[Story], Section | None]] = [
-        verdict, step, memory, exchanged, candidates, otherwise, sharding, sources]
+        verdict, changes, step, memory, exchanged, candidates, otherwise, sharding, sources]
     return [section for make in makers if (section := make(story))]
 
 
@@ -44,6 +44,15 @@ def verdict(story: Story) -> Section:
     if story.found and story.found.plan == plan:
         says.append(f"The search: {story.found.how_exact}.")
     return Section("verdict", "Verdict", says)
+
+
+def changes(story: Story) -> Section | None:
+    """What a run saw of its machines, and did."""
+    if not story.changed:
+        return None
+    says = "Seen by this run itself: its clocks, and looks at ranks and links."
+    return Section("changes", "What changed while training", [says], TextTable(
+        ("after step", "what"), [(f"{number:,}", text) for number, text in story.changed]))
 
 
 def step(story: Story) -> Section | None:
@@ -82,8 +91,10 @@ def exchanged(story: Story) -> Section | None:
     """Communication by axis, hidden and waited for, in the mean over all ranks."""
     found = [(label, axis_times(story, timeline)) for label, timeline in (
         ("predicted", story.predicted), ("measured", story.measured)) if timeline]
+    piped = any(len(replica.positions) > 1 for replica in story.plan.replicas)
     rows = [(axis, label, time(total), time(total - alone), time(alone), phases.AXES[axis])
-            for label, times in found for axis, (total, alone) in times.items() if total]
+            for label, times in found for axis, (total, alone) in times.items()
+            if total and (piped or axis != phases.PIPELINE)]
     if not found:
         return None
     head = ("along", "source", "per rank and step", "hidden", "waited for", "what it is")

@@ -47,6 +47,7 @@ class Story:
     found: Result | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
+    changed: Sequence[tuple[int, str]] = ()  # while training: after which step, and what
     why_not: str = "the plan was given, and nothing was measured"  # if there is no prediction
 
     @property
@@ -66,9 +67,9 @@ class Story:
 
 def told(plan: Plan, graph: ModelGraph, num_rows: int, case: Case | None = None,
          found: Result | None = None, measured: Timeline | None = None,
-         profile: Profile | None = None) -> Story:
+         profile: Profile | None = None, changed: Sequence[tuple[int, str]] = ()) -> Story:
     """The story of a plan: predicted, where the profile (the case's) knows what it needs."""
-    story = Story(plan, graph, num_rows, case, found, None, measured)
+    story = Story(plan, graph, num_rows, case, found, None, measured, changed)
     profile = profile or (case.profile if case else None)
     if profile is None:
         return story

@@ -270,8 +270,7 @@ class ParallelModel(nn.Module):
             self.recorder = recorder = Recorder(self.world.rank)
             ends = ends_of(self(*args, **kwargs))
             params = [p for p in self.parameters() if p.requires_grad]
-            torch.autograd.grad(ends, params, [torch.ones_like(end) for end in ends],
-                                allow_unused=True)
+            torch.autograd.grad(ends, params, [*map(torch.ones_like, ends)], allow_unused=True)
             runs.append(joined(self.world.gather(recorder.result())))
         self.recorder = self.pace or SILENT
         return min(runs, key=lambda timeline: timeline.step_s)
@@ -283,7 +282,8 @@ class ParallelModel(nn.Module):
                            where=self.fallback_reason)
         measured = self.measure(*args, **kwargs) if args or kwargs else None
         self.world.jointly(lambda: self.world.rank or page.write(story.told(
-            self.plan, self.graph, self._first[1].num_rows, self.case, self.found, measured), path))
+            self.plan, self.graph, self._first[1].num_rows, self.case, self.found, measured,
+            changed=getattr(self.between, "told", ())), path))
 
     def local_slice(self, num_rows: int) -> slice:
         """Rows of the global batch that this rank's replica computes with."""

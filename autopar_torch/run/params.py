@@ -21,9 +21,13 @@ from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatte
 from ..shard.holdings import Box, all_holdings
 from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, boxes_of, buckets_of, own_of, shares_of
+from ..shard.watch import heard
 from .sharded import adopt, local, plainly
 from .spread import Spread, paste
 from .world import World
+
+# Of ranks that hold the same parameters: names of their own, by which a timeline knows them.
+team_gather, team_sum = heard(gather_pieces, "team_gather"), heard(arrive, "team_sum")
 
 
 @dataclass
@@ -205,7 +209,7 @@ class ParamStore:
             teams.setdefault(held.share.team.ranks, []).append(held)
         for _, group in sorted(teams.items()):
             flat = torch.cat([flat_piece(h.part, h.leaf.dtype, h.share.piece) for h in group])
-            pieces = gather_pieces(flat, cast(Axis, group[0].axis))
+            pieces = team_gather(flat, cast(Axis, group[0].axis))
             offset = 0
             for held in group:
                 self._fill(held, [p[offset : offset + held.share.piece] for p in pieces])
@@ -298,7 +302,7 @@ class GradBucket:
                 if held.leaf.grad is not None:
                     _add(into, held.name, self._taken(held).to(held.dtype))
             return
-        arrive(self.works)
+        team_sum(self.works)
         flat = cast(Tensor, self.flat) if self.got is None else added(self.got.unbind())
         for held, summed in zip(self.helds, self._parts(flat, store), strict=True):
             _add(into, held.name, summed)

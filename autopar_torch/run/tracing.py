@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from .. import progress
 from ..errors import AutoparError, TraceError
 from ..model import ParamInfo
 from ..plan import Precision
@@ -29,6 +30,7 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
     def retrace(call: Call, training: bool, wanted: tuple[str, ...] | None) -> Traced:
+        progress.tell("tracing the model")
         now = describe_params(model)
         full.update({name: info for name, info in now.items() if name not in full})
         known = {name: replace(full[name], trainable=info.trainable) for name, info in now.items()}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 
 from ..plan import Plan, Replica
+from ..units import size, time
 from .best import Choice, Result
-
-MIB = 2**20
 
 
 def short(plan: Plan, num_devices: int = 0) -> str:
@@ -57,7 +56,7 @@ def _sizes(replica: Replica) -> list[str]:
 def line(choice: Choice, best_s: float, num_devices: int = 0) -> str:
     """A plan with its figures beside the best."""
     slower = choice.step_s / best_s - 1
-    return (f"{choice.step_s * 1e3:9.2f} ms  {choice.memory_bytes / MIB:9.1f} MiB  "
+    return (f"{time(choice.step_s):>12}  {size(choice.memory_bytes):>14}  "
             f"{f'{slower:+.1%}' if slower else 'best':>8}  {short(choice.plan, num_devices)}")
 
 
@@ -68,7 +67,7 @@ def summary(found: Result, num_others: int = 4) -> str:
     lines = [f"plan: {short(found.plan, found.num_devices)}", "predicted step, memory per device:"]
     lines += [f"  {row}" for row in rows]
     if found.measured:
-        shown = ", ".join(f"{s * 1e3:.2f} ms" for s in found.measured)
+        shown = ", ".join(map(time, found.measured))
         lines.append(f"  confirmed by real steps: {shown}")
     lines.append(f"search: {found.how_exact}, in {found.seconds * 1e3:.0f} ms")
     return "\n".join(lines)

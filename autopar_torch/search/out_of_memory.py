@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 from ..errors import SearchError
+from ..units import size
 from .evaluate import Found, Pricer
 from .space import Candidate, Constraints
 from .tables import Tables
@@ -17,12 +18,12 @@ def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity_bytes: flo
                  limits: Constraints) -> SearchError:
     """The error, with the nearest miss by category of memory."""
     parts = memory_parts(Pricer(tables, near.candidate, num_rows), near.borders)
-    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in
-                       sorted(parts.items(), key=lambda item: -item[1]) if size)
+    listed = ", ".join(f"{name} {size(own)}" for name, own in
+                       sorted(parts.items(), key=lambda item: -item[1]) if own)
     return SearchError(
-        f"no plan fits into {capacity_bytes / GIB:.2f} GiB per device, for {num_rows} rows on "
+        f"no plan fits into {size(capacity_bytes)} per device, for {num_rows} rows on "
         f"{tables.cluster.num_devices} devices\n  nearest: {words(tables, near.candidate)} needs "
-        f"{near.memory_bytes / GIB:.2f} GiB ({listed})",
+        f"{size(near.memory_bytes)} ({listed})",
         where="memory per device",
         fix="; or ".join(_ways_out(tables, near, num_rows, capacity_bytes, limits, parts)),
     )
@@ -53,7 +54,7 @@ def _ways_out(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
     if pinned:
         ways.append(f"leave {', '.join(pinned)} open")
     if limits.precision == "float32":
-        ways.append("precision='bfloat16'")
+        ways.append("bfloat16 as precision")
     kept = parts.get("activations", 0.0) + parts.get("working", 0.0)
     for_rows = capacity_bytes - near.memory_bytes + kept
     if kept and for_rows > 0 and (rows := int(num_rows * for_rows / kept)):
@@ -63,5 +64,5 @@ def _ways_out(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
     if free > 0:
         count = math.ceil(tables.cluster.num_devices * over / free)
         ways.append(f"about {count} devices")
-    ways.append(f"devices of {math.ceil(near.memory_bytes / GIB)} GiB")
+    ways.append(f"devices of {size(near.memory_bytes)}")
     return ways[:3]

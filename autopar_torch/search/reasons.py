@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .. import progress
 from ..errors import SearchError
 from ..model import ModelGraph
 from ..plan import Plan
@@ -38,6 +39,7 @@ class Case:
 
     def best(self, num_rows: int = 0, profile: Profile | None = None, **limits: Any) -> Result:
         """The same search with something changed."""
+        progress.tell("searching")
         changed = msgspec.structs.replace(self.limits, **limits)
         return fastest(self.graph, self.options, lookup(profile or self.profile),
                        num_rows or self.num_rows, changed)
@@ -118,6 +120,7 @@ def why(case: Case, best: Choice) -> list[str]:
     pricer, borders = case.pricer(best.plan)
     rows = ["a step is spent on:"]
     for name, seconds in time_parts(pricer, borders).items():
+        seconds = seconds if seconds > 1e-9 else 0.0  # what rounding leaves has no sign
         rows.append(f"  {name:<28} {seconds * 1e3:9.2f} ms  {seconds / best.step_s:6.1%}")
     rows += ["the fullest device holds:"]
     rows += [f"  {name:<28} {size / GIB:9.2f} GiB"

@@ -268,7 +268,7 @@ class VocabPart:
         return index * size
 
     @heard
-    def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    def add_up(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         for axis in self.axes:
             dist.all_reduce(x, op, group=axis.group)
         return x
@@ -300,7 +300,7 @@ class VocabCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, target: Tensor, denominator: Tensor | None,
                 overwrite: bool = False) -> Tensor:
         start = self.owner.start(logits.shape[1])
-        total = sum_cross_entropy(logits, target, self.ignore_index, start, self.owner.reduce,
+        total = sum_cross_entropy(logits, target, self.ignore_index, start, self.owner.add_up,
                                   overwrite)
         return total if denominator is None else total / denominator
 

@@ -56,21 +56,22 @@ _listening: list[Watch] = []
 _inside: list[str] = []  # marked functions under way: those they call are part of them
 
 
-def heard(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that communicates and waits for it."""
+def heard(function: Callable[P, R], name: str = "") -> Callable[P, R]:
+    """Mark a function that communicates and waits for it; it is told by its name, or this one."""
+    name = name or function.__name__
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _listening or _inside:
             return function(*args, **kwargs)
         start = stamp()  # no CPU clock of the thread: reading it delays the waking of threads
-        _inside.append(function.__name__)
+        _inside.append(name)
         try:
             result = function(*args, **kwargs)
         finally:
             _inside.pop()
         for watch in _listening:
-            watch.note(function.__name__, start)
+            watch.note(name, start)
         return result
 
     return wrapped

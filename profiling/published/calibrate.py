@@ -58,6 +58,9 @@ def main() -> None:
         print()
     if args.write:
         write(changed(found, values))
+    before = loss(found, jobs, current(found, args.fields))
+    print(f"{args.device}: {len(jobs)} rows of {len(errors)} source(s), loss "
+          f"{loss(found, jobs, values):.1%}, as it is {before:.1%}")
 
 
 def jobs_on(names: Sequence[str]) -> list[Job]:

@@ -80,7 +80,7 @@ class Pool:
 
 def main() -> int:
     args = arguments()
-    data, holds = planning.read(args.planning), True
+    data, holds, gains = planning.read(args.planning), True, list[float]()
     print("by Sailor's formula  by our engine  search  planner, plan")
     for row in sailor.own_plans(NUM_ROWS):
         pool = Pool(data, row["pool"])
@@ -92,6 +92,9 @@ def main() -> int:
             if args.out:
                 write(args.out, own, pool)
         holds &= mine.sailor_s <= theirs.sailor_s and mine.fits and mine.search_s < row["search_s"]
+        gains.append(theirs.sailor_s / mine.sailor_s)
+    print(f"{len(gains)} pools, by Sailor's formula {min(gains):.3f} to {max(gains):.3f} times as "
+          "fast as its plans")
     return 0 if holds else 1
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import autopar_torch as ap
 from autopar_torch import api
 from autopar_torch.find.offline import profile_for
+from autopar_torch.search.space import Constraints
 from autopar_torch.simulate import simulate
 from big_models import gpt3_175b
 from scale.search import case_of, timed
@@ -29,7 +30,7 @@ TIMELINE_S, PLANS_PER_S = 0.5, 100_000
 
 def timeline_s(repeats: int) -> list[float]:
     """Of one replica's micro-batches, each of one row."""
-    traced, _ = api._traced(*gpt3_175b(), None, "bfloat16", None)
+    traced, _ = api._traced(*gpt3_175b(), None, Constraints(precision="bfloat16"), None, 0)
     plan = ap.Plan.uniform(tp=8, pp=16, dp=8, num_micro_batches=MICRO_BATCHES, precision="bfloat16")
     num_rows = MICRO_BATCHES * 8
     whole, profile = profile_for(plan, traced, num_rows, CLUSTER)

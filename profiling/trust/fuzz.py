@@ -406,6 +406,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    wrong_ones = run(*((500, 50) if options.quick else (5000, 500)), options.seed)
-    print("\n".join(wrong_ones))
+    counts = (500, 50) if options.quick else (5000, 500)
+    wrong_ones = run(*counts, options.seed)
+    print(*wrong_ones, f"{counts[0]:,} files, {counts[1]:,} command lines: {len(wrong_ones)} not "
+          "as they should be", sep="\n")
     return 1 if wrong_ones else 0

@@ -12,11 +12,13 @@ def time(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:,.2f} {unit}"
-    return f"{seconds * 1e6:.1f} us" if seconds else "0 s"
+    return f"{seconds * 1e6:.1f} us" if seconds * 1e6 >= 0.05 else "0 s"
 
 
 def size(num_bytes: float) -> str:
-    """In GiB; below one, in MiB."""
+    """In GiB; below one, in MiB; far below one of these, in KiB."""
+    if 0 < num_bytes < 2**20 / 10:
+        return f"{num_bytes / 2**10:,.1f} KiB"
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
 
 
