@@ -131,6 +131,9 @@ class RingAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.n} ranks"
 
+    def scale_of(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
     # --- messages ---
 
     def swapped(self, given: Sequence[Tensor], back: bool = False) -> list[Tensor]:
@@ -162,14 +165,17 @@ class RingAttention(nn.Module):
 
         return land
 
-    def seen(self, step: int, length: int) -> tuple[slice, slice]:
-        """Which queries see which keys of those that come at a step."""
+    def seen(self, step: int, length: int) -> list[tuple[slice, slice, bool]]:
+        """Of step 0 to n: (queries, keys, whether only those before) that meet. What a rank has
+        itself is done first and last, as messages are under way then too."""
+        early, late, every = slice(0, length // 2), slice(length // 2, length), slice(0, length)
+        if step == 0:
+            return [(late, early, False)]
+        if step == self.n:
+            return [(early, early, True), (late, late, True)]
         own, other = (min(2 * r, 2 * self.n - 1 - 2 * r)
                       for r in (self.axis.index, (self.axis.index - step) % self.n))
-        every, half = slice(0, length), length // 2
-        if own > other:
-            return every, slice(0, half)
-        return (slice(half, length) if own < other else every), every
+        return [(every, early, False) if own > other else (late, every, False)]
 
 
 def _run(kernel: Callable[..., tuple[Tensor, ...]], *given: Tensor, causal: bool,
@@ -179,21 +185,18 @@ def _run(kernel: Callable[..., tuple[Tensor, ...]], *given: Tensor, causal: bool
     return [x.transpose(1, 2) for x in found]
 
 
-def attend(ring: RingAttention, q: Tensor, k: Tensor, v: Tensor,
-           scale: float) -> tuple[Tensor, Tensor]:
+def attend(ring: RingAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(result, logarithms of the sums) of this rank's halves."""
-    total, sums = q.new_empty(0), q.new_empty(0)
-    run = kernel_for(*(x.transpose(1, 2) for x in (q, k, v))).forward
-    for step in range(ring.n):
-        land = ring.passed((k, v)) if step < ring.n - 1 else None
-        rows, keys = ring.seen(step, q.shape[1])
-        y, own = _run(run, q[:, rows], k[:, keys], v[:, keys], causal=not step, scale=scale)
-        if step:
-            _join(total[:, rows], sums[:, rows], y, own)
-        else:
-            total, sums = wide(y), wide(own)
-        if land is not None:
-            k, v = land()
+    total = wide(torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device))
+    sums, own = torch.full_like(total[..., 0], -math.inf), (k, v)
+    run, length = kernel_for(*(x.transpose(1, 2) for x in (q, k, v))).forward, q.shape[1]
+    for step in range(ring.n + 1):
+        land = ring.passed((k, v) if step < ring.n - 1 else ())
+        for rows, keys, causal in ring.seen(step, length):
+            part = _run(run, q[:, rows], k[:, keys], v[:, keys], causal=causal,
+                        scale=ring.scale_of(q))
+            _join(total[:, rows], sums[:, rows], *part)
+        k, v = land() or own
     return total.to(q.dtype), sums
 
 
@@ -206,37 +209,42 @@ def _join(total: Tensor, sums: Tensor, y: Tensor, own: Tensor) -> None:
 
 
 def attend_backward(ring: RingAttention, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor,
-                    sums: Tensor, scale: float) -> list[Tensor]:
+                    sums: Tensor) -> list[Tensor]:
     """Gradients of this rank's halves. Those of what goes around are one step behind it."""
-    dq, gone = wide(torch.zeros_like(q)), list[Tensor]()
-    run = kernel_for(*(x.transpose(1, 2) for x in (q, k, v))).backward
-    for step in range(ring.n):
-        land = ring.passed([*([k, v] if step < ring.n - 1 else []), *gone])
-        rows, keys = ring.seen(step, q.shape[1])
-        own, *parts = _run(run, dy[:, rows], q[:, rows], k[:, keys], v[:, keys], y[:, rows],
-                           sums[:, rows], causal=not step, scale=scale)
-        dq[:, rows] += own
+    dq, *grads = (wide(torch.zeros_like(x)) for x in (q, k, v))
+    run, length = kernel_for(*(x.transpose(1, 2) for x in (q, k, v))).backward, q.shape[1]
+    own = k, v
+    for step in range(ring.n + 1):
+        going = [k, v] if step < ring.n - 1 else []
+        land = ring.passed([*going, *(grads if step else [])])
+        found = []
+        for rows, keys, causal in ring.seen(step, length):
+            more, *parts = _run(run, dy[:, rows], q[:, rows], k[:, keys], v[:, keys], y[:, rows],
+                                sums[:, rows], causal=causal, scale=ring.scale_of(q))
+            dq[:, rows] += more
+            found.append((keys, parts))
         came = land()
-        gone = came[-2:] if step else [wide(torch.zeros_like(x)) for x in (k, v)]
-        for total, part in zip(gone, parts, strict=True):
-            total[:, keys] += part
-        k, v = came[:2]
-    return [x.to(q.dtype) for x in (dq, *ring.passed(gone)())]
+        grads = came[len(going) :] or grads
+        for keys, parts in found:
+            for total, part in zip(grads, parts, strict=True):
+                total[:, keys] += part
+        k, v = came[:2] if going else own
+    return [x.to(q.dtype) for x in (dq, *grads)]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention) -> Tensor:
-        scale = ring.scale or q.shape[-1] ** -0.5
-        halves = ring.swapped((q, k, v))
-        y, sums = attend(ring, *halves, scale)  # type: ignore[call-arg]
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ring: RingAttention = given[-1]
+        halves = ring.swapped(given[:-1])
+        y, sums = attend(ring, *halves)
         ctx.save_for_backward(*halves, y, sums)
-        ctx.ring, ctx.scale = ring, scale
+        ctx.ring = ring
         return ring.swapped((y,), back=True)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         ring: RingAttention = ctx.ring
         (dy,) = ring.swapped(grads)
-        found = attend_backward(ring, dy, *ctx.saved_tensors, ctx.scale)
+        found = attend_backward(ring, dy, *ctx.saved_tensors)
         return *ring.swapped(found, back=True), None

@@ -1,4 +1,5 @@
-"""Strategies on an axis of n x n devices: linears in rings, and what may run on their results.
+"""Strategies on an axis: plain ones, attention along the sequence, and on n x n devices linears in
+rings, and what may run on their results.
 
 They are made of pairs of plain ones: whatever may be cut by either of two factors may be cut by
 both. Operands arrive as `i`, weights lie as `w`, results as `o`; other ops take results as they
@@ -15,14 +16,15 @@ from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, Square, Strategy, side
 from .rules import OPERANDS, ShapedOp
-from .strategies import strategies
+from .strategies import along_sequence, strategies
 
 Pairs = dict[fx.Node, dict[tuple[Split, Split], None]]  # value -> rows and columns of its squares
 
 
 def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list[Strategy]]:
     """Every way to run every op on one axis of a mesh; squares only where the mesh has one."""
-    plain = strategies(graph)
+    plain = {node: [*options, *along_sequence(ShapedOp(node))]
+             for node, options in strategies(graph).items()}
     if not any(side(parts) for parts in mesh):
         return plain
     found: dict[fx.Node, list[Strategy]] = {}
