@@ -243,10 +243,12 @@ def _inside(problem: _Problem, borders: Collection[str]) -> tuple[dict[Variable,
 
 
 def _allowed(choices: list[OpWay], spatial: Spatial) -> list[OpWay]:
-    """With "always", a linear that can run in a ring must."""
+    """With "always", a linear that can run in a ring must; with "never", attention may not either.
+    """
     rings = [c for c in choices if c.ring is not None]
     if spatial == "never":
-        return [c for c in choices if not any(isinstance(x, Square) for x in c.out)]
+        return [c for c in choices
+                if c.around is None and not any(isinstance(x, Square) for x in c.out)]
     return rings if rings and spatial == "always" else choices
 
 

@@ -24,7 +24,7 @@ _ONE_WAY = {"le", "lt", "ge", "gt", "__and__", "__or__", "bitwise_and", "bitwise
             "maximum", "where", "to"}
 
 
-class Bounds(NamedTuple):
+class Extremes(NamedTuple):
     """The least and the most in each tile."""
 
     low: Tensor
@@ -66,13 +66,13 @@ class Tiles:
 
             yield self._computed(cut, lambda node, args, kwargs: node.target(*args, **kwargs))
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> Extremes:
         """Of all tiles."""
 
-        def cut(x: Tensor) -> Bounds:
-            return Bounds(self._reduced(x, torch.amin), self._reduced(x, torch.amax))
+        def cut(x: Tensor) -> Extremes:
+            return Extremes(self._reduced(x, torch.amin), self._reduced(x, torch.amax))
 
-        found: Bounds = self._computed(cut, _bounds)
+        found: Extremes = self._computed(cut, _bounds)
         return found
 
     def _long(self, x: Tensor) -> list[int]:
@@ -97,7 +97,7 @@ class Tiles:
         return made[self.large[-1]]
 
 
-def _bounds(node: fx.Node, args: Any, kwargs: Any) -> Bounds:
+def _bounds(node: fx.Node, args: Any, kwargs: Any) -> Extremes:
     if op_name(node) not in ("eq", "ne"):
         return _at_corners(functools.partial(cast(Any, node.target), **kwargs), *args)
     same = _at_corners(torch.logical_and, _at_corners(torch.le, *args),
@@ -105,7 +105,7 @@ def _bounds(node: fx.Node, args: Any, kwargs: Any) -> Bounds:
     return same if op_name(node) == "eq" else _at_corners(torch.logical_not, same)
 
 
-def _at_corners(op: Callable[..., Tensor], *args: Any) -> Bounds:
-    ends = [arg if isinstance(arg, Bounds) else (arg,) for arg in args]
+def _at_corners(op: Callable[..., Tensor], *args: Any) -> Extremes:
+    ends = [arg if isinstance(arg, Extremes) else (arg,) for arg in args]
     found = torch.stack([op(*corner) for corner in itertools.product(*ends)])
-    return Bounds(found.amin(0), found.amax(0))
+    return Extremes(found.amin(0), found.amax(0))
