@@ -55,7 +55,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool,
 
 def _flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor,
                     dropout: float, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # nothing is dropped
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing is dropped
     return cast(Any, aten._scaled_dot_product_flash_attention_backward(
         dy, q, k, v, y, sums.contiguous(), None, None, q.shape[2], k.shape[2], dropout, causal,
         seed, seed[0], scale=scale))
