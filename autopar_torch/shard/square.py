@@ -23,19 +23,16 @@ Pairs = dict[fx.Node, dict[tuple[Split, Split], None]]  # value -> rows and colu
 
 def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list[Strategy]]:
     """Every way to run every op on one axis of a mesh; squares only where the mesh has one."""
-    plain = {node: [*options, *along_sequence(ShapedOp(node))]
-             for node, options in strategies(graph).items()}
-    if not any(side(parts) for parts in mesh):
-        return plain
     found: dict[fx.Node, list[Strategy]] = {}
     pairs: Pairs = defaultdict(dict)
-    for node, options in plain.items():
-        op = ShapedOp(node)
-        squares = _spatial(op, options) or list(dict.fromkeys(_through(op, options, pairs)))
+    for node, options in strategies(graph).items():
+        op, squares = ShapedOp(node), list[Strategy]()
+        if any(side(parts) for parts in mesh):
+            squares = _spatial(op, options) or list(dict.fromkeys(_through(op, options, pairs)))
         for strategy in squares:
             if isinstance(strategy.out, Square) and strategy.out.row is not None:
                 pairs[node][strategy.out.row, strategy.out.col] = None
-        found[node] = [*options, *squares]
+        found[node] = [*options, *along_sequence(op), *squares]
     return found
 
 
