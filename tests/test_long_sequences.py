@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import autopar_torch as ap
+import big_models
 import claims
 import oracle
 import zoo
@@ -211,6 +212,16 @@ def test_it_is_chosen_for_128k_tokens_on_8_gpus(heads: int) -> None:
                            constraints={"rings": rings}) for rings in ("free", "never"))
     assert along(free.plan) and not along(never.plan)
     assert free.step_s < never.step_s * (1.0 if heads == 16 else 0.6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make, most", [("llama_8b_128k", 1.0), ("qwen_7b_128k", 0.6)])
+def test_it_is_chosen_for_a_llama_without_a_mask(make: str, most: float) -> None:
+    model, inputs = getattr(big_models, make)()
+    free, never = (ap.plan(model, inputs, "8xH100", global_batch_size=1, precision="bfloat16",
+                           constraints={"rings": rings}) for rings in ("free", "never"))
+    assert along(free.plan) and not along(never.plan)
+    assert free.step_s < never.step_s * most
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))
