@@ -144,6 +144,21 @@ def claim_a_gpt_trains_as_in_one_process() -> None:
         _judge(numbers(["nanogpt"], {"tp": dist.get_world_size()}))
 
 
+def test_kernels_of_a_gpu_are_given_what_they_take() -> None:
+    """On tensors without data: shapes and precisions."""
+    flash = ring_attention.Kernel(ring_attention._flash, ring_attention._flash_backward)
+    ring = ring_attention.RingAttention(Axis(None, 4, 1, (0, 1, 2, 3)), None)
+    q, k, v = (torch.empty(2, 64, heads, 32, dtype=torch.bfloat16, device="meta")
+               for heads in (8, 2, 2))
+    with mock.patch.object(ring_attention, "kernel_for", lambda *_: flash), \
+            mock.patch.object(ring_attention, "start_messages", lambda *_, **__: []):
+        y, sums = ring_attention.attend(ring, q, k, v)
+        grads = ring_attention.attend_backward(ring, y, q, k, v, y, sums)
+    assert (y.shape, y.dtype, y.device) == (q.shape, q.dtype, q.device)
+    assert (sums.shape, sums.dtype) == (q.shape[:3], torch.float32)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
 # --- where it is offered and chosen ---------------------------------------------------------------
 
 
