@@ -3,7 +3,9 @@ cheapest."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import autopar_torch as ap
-import big_models
 import claims
 import oracle
 import zoo
@@ -22,7 +23,7 @@ from autopar_torch import files
 from autopar_torch.cluster import Link
 from autopar_torch.model import ROWS, TensorInfo
 from autopar_torch.plan import Plan, fit
-from autopar_torch.run import shardings, world
+from autopar_torch.run import shardings, verify, world
 from autopar_torch.shard import ring_attention, solve
 from autopar_torch.shard.collectives import Axis
 from autopar_torch.shard.price import around_waits
@@ -31,6 +32,9 @@ from autopar_torch.shard.strategies import along_sequence
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+import big_models
 
 ALONG = "S2,S2,S2>S2"
 
@@ -142,6 +146,15 @@ def claim_what_is_kept_for_backward_is_cut_too() -> None:
 def claim_a_gpt_trains_as_in_one_process() -> None:
     if dist.get_world_size() % 2 == 0:  # or its sequence cannot be cut
         _judge(numbers(["nanogpt"], {"tp": dist.get_world_size()}))
+
+
+def claim_a_block_with_too_many_values_is_not_tried_whole() -> None:
+    plan = along_plan("nanogpt", {"tp": dist.get_world_size()})
+    for most, tried in ((verify.MOST_KEPT, True), (1000, False)):
+        with mock.patch.object(verify, "MOST_KEPT", most), \
+                mock.patch.object(verify, "_compared", return_value="") as compared:
+            ap.parallelize(zoo.build("nanogpt"), zoo.batch("nanogpt", 2), plan=plan)
+        assert compared.called == tried
 
 
 def test_kernels_of_a_gpu_are_given_what_they_take() -> None:
