@@ -24,6 +24,18 @@ def llama_7b(seq: int = 4096, layers: int = 32) -> Made:
                   num_attention_heads=32, vocab_size=32000)
 
 
+def llama_8b_128k(seq: int = 2**17) -> Made:
+    """As Llama 3.1 8B, but for its vocabulary."""
+    return _llama(seq, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                  num_attention_heads=32, num_key_value_heads=8, vocab_size=32000)
+
+
+def qwen_7b_128k(seq: int = 2**17) -> Made:
+    """With the heads of Qwen2.5 7B, which eight devices cannot share."""
+    return _llama(seq, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                  num_attention_heads=28, num_key_value_heads=4, vocab_size=32000)
+
+
 def llama_13b(seq: int = 4096) -> Made:
     return _llama(seq, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40,
                   num_attention_heads=40, vocab_size=32000)

@@ -16,7 +16,7 @@ from autopar_torch.shard.layout import Split
 from autopar_torch.shard.parts import join, piece
 from autopar_torch.shard.rules import op_name
 from autopar_torch.shard.strategies import strategies
-from autopar_torch.trace import Traced, masks, trace
+from autopar_torch.trace import Traced, masks, tiles, trace
 from autopar_torch.trace.call import take_apart
 from test_shard import _sharding
 
@@ -139,19 +139,20 @@ def test_a_mask_of_floats_that_hides_by_a_little_stays() -> None:
     assert attentions(trace(Own(2), take_apart((torch.randn(2, SEQ, 32),), {})[0]))[0].args[3]
 
 
-def test_a_long_mask_is_looked_at_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    plain = masks.run
-
-    def run(*args: Any) -> Any:
-        found = plain(*args)
-        sizes.extend(value.numel() for value in found.values())
-        return found
-
+@pytest.mark.parametrize("given, options, meaning", [
+    ({}, {}, True), ({"attention_mask": ONES}, {}, True), ({}, {"sliding_window": SEQ}, True),
+    ({}, {"sliding_window": SEQ - 1}, None), ({}, {"sliding_window": 4}, None),
+    ({"position_ids": torch.tensor([[*range(8), *range(SEQ - 8)]] * 2)}, {}, None),
+], ids=["no mask", "all ones", "wide window", "window", "narrow window", "packed"])
+@pytest.mark.parametrize("size", [3, 4, 64])
+def test_a_long_mask_is_understood_by_its_tiles(
+        monkeypatch: pytest.MonkeyPatch, size: int, given: dict[str, Tensor],
+        options: dict[str, int], meaning: bool | None) -> None:
     monkeypatch.setattr(masks, "MOST_ELEMENTS", 64)
-    monkeypatch.setattr(masks, "run", run)
-    found = traced(build("llama"), batch(attention_mask=ONES))
-    assert not squares(found) and len(sizes) > 3 and max(sizes) <= 64
+    monkeypatch.setattr(tiles, "SIZE", size)
+    found = traced(build("mistral", **options), batch(**given))
+    assert {node.args[5] if node.args[3] is None else None for node in attentions(found)} == {
+        meaning}
 
 
 def _grouped(heads: int, keys: int) -> fx.Node:

@@ -18,7 +18,7 @@ from ..plan import Sharding
 from ..shard.collectives import Axis, run_moves
 from ..shard.layout import Forms, Layouts, parse_forms
 from ..shard.lower import lower
-from ..shard.price import moves
+from ..shard.price import Prices, moves, op_costs
 from ..shard.rules import op_name
 from ..trace.call import Call
 from .model import ParallelModel
@@ -27,6 +27,7 @@ from .randomness import generators, untouched
 
 ROWS = 2  # of a trial
 MOST_BYTES = 2 * 2**30  # of the parameters of a block that is tried whole on every rank
+MOST_KEPT = 8 * 2**30  # of all that its ops make
 # Of the size (root of the sum of squares): where a number lies near the kink of a ReLU, another
 # order of sums may flip it, so single elements do differ.
 FINE, COARSE = 3e-4, 0.1
@@ -77,7 +78,9 @@ def _trials(parallel: ParallelModel, program: Program, call: Call,
                   for b in reversed(range(runner.first, runner.last))}
         for number, block in sorted(blocks.items()):
             size = sum(info.num_bytes() for info in graph.kinds[block.kind].params.values())
-            if number >= 0 and size <= MOST_BYTES:
+            made = sum(op_costs(node, Prices(rows=rows))[1] for node in program.traced.programs[
+                block.kind].nodes if node.op == "call_function")
+            if number >= 0 and size <= MOST_BYTES and made <= MOST_KEPT:
                 yield _Trial(block, parallel.plan.shardings[number], runner.axes,
                              {slot: context[name] for slot, name in block.context.items()},
                              rows, parallel.device)

@@ -46,7 +46,7 @@ class _Estimate:
         choice = self.choices.get(node)
         seconds = op_seconds(node, self.prices, choice.share if choice else 1)
         self.compute += seconds
-        if choice and choice.ring is not None:
+        if choice:
             ahead, back, block = ring_costs(node, choice, self.mesh, self.prices, seconds)
             self.comm_forward += ahead
             self.comm_backward += back

@@ -92,11 +92,15 @@ def all_cuts(layouts: Layouts, mesh: tuple[int, ...], place: tuple[int, ...] = (
 
 
 class Strategy(NamedTuple):
-    """One way to run an op on one axis: what its inputs must be and get, and what comes out."""
+    """One way to run an op on one axis: what its inputs must be and get, and what comes out.
+
+    `around`: keys and values of an attention go around the axis (ring_attention.py).
+    """
 
     ins: Layouts
     grads: Layouts
     out: Layout
+    around: bool = False
 
     @property
     def is_split(self) -> bool:

@@ -34,6 +34,7 @@ from .layout import (
 from .linear import direct_linear
 from .parts import part
 from .price import Move, moves
+from .ring_attention import RingAttention
 from .rows import give_real_sizes
 from .rules import OPERANDS, OWNED, ShapedOp, has_tag, op_name
 from .solve import OpWay, chosen_way, ways
@@ -196,11 +197,15 @@ class Lowering:
                  ready: Ready) -> fx.Node | None:
         """Ops whose local meaning differs from running them on the pieces."""
         name = op_name(node)
+        if choice is not None and choice.around is not None:
+            module = RingAttention(self.axes[choice.around], ShapedOp(node).arg(6, "scale"))
+            return self.graph.call_module(self._module("ring_attention", module),
+                                          tuple(ready[value] for value in ShapedOp(node).inputs))
         if name == "batch_norm" and node.args[5] and self.replicas is not None:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
             peers = self._peers(self.replicas, node, choice)
-            module = collectives.SyncBatchNorm(peers, node.args[6], node.args[7])  # type: ignore[arg-type]
-            return self.graph.call_module(self._module("sync_batch_norm", module), tuple(args))
+            norm = collectives.SyncBatchNorm(peers, node.args[6], node.args[7])  # type: ignore[arg-type]
+            return self.graph.call_module(self._module("sync_batch_norm", norm), tuple(args))
         if choice is not None and is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
         if choice is not None and name in OWNED and PARTIAL in choice.out and (

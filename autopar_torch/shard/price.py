@@ -156,6 +156,29 @@ def ring_waits(forward: float, n: int, blocks: dict[str, float], link: Link,
     return (n - 1) * wait(i + w), (n - 1) * (wait(o + w) + wait(i + o)) + wait(w)
 
 
+def around_waits(forward: float, n: int, sizes: tuple[float, float, float], wide: float, link: Link,
+                 hides: float) -> tuple[float, float]:
+    """Seconds that an attention along the sequence waits for messages: (forward, back).
+
+    `forward`: its computation forward on this device; `sizes`: bytes of a rank's queries, of its
+    keys with values, of its result. Gradients that travel are `wide` times as many bytes.
+    """
+    q, pair, out = sizes
+
+    def sent(size: float) -> float:
+        return link.latency_s + size / link.bytes_per_s
+
+    def wait(size: float, under: float) -> float:
+        return (1 - hides) * sent(size) + max(0.0, hides * sent(size) - under)
+
+    step, grads = forward / n, wide * pair  # of what a rank has itself, half a step is first
+    ahead = wait(pair, step / 2) + (n - 2) * wait(pair, step)
+    back = wait(pair, step) + (n - 2) * wait(pair + grads, 2 * step)
+    back += wait(grads, 2 * step) + wait(grads, step)
+    doors = sent((q + pair) / 2) + sent(out / 2)
+    return ahead + doors, back + doors
+
+
 def num_bytes(info: TensorInfo | tuple[TensorInfo, ...], rows: int) -> int:
     infos = info if isinstance(info, tuple) else (info,)
     return sum(i.num_bytes(rows) for i in infos if i is not None)

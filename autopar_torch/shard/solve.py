@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from ..errors import ShardingError
-from ..model import ROWS, Block, TensorInfo
+from ..model import ROWS, Block, TensorInfo, item_bytes
 from ..plan import Sharding
 from .convert import Conversions, conversions
 from .eliminate import MOST, Array, Solution, Table, Variable, eliminate, minimum, ordered
@@ -38,6 +38,7 @@ from .layout import (
 from .price import (
     FORBIDDEN,
     Prices,
+    around_waits,
     num_bytes,
     op_costs,
     param_costs,
@@ -60,6 +61,7 @@ class OpWay(NamedTuple):
     out: Layouts
     text: str
     share: int  # the work is divided by this
+    around: int | None = None  # the axis around which keys and values of an attention go
 
     @property
     def ring(self) -> int | None:
@@ -110,15 +112,18 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
     flat = [s for s in per_axis if not s.is_square]
     options = [per_axis if side(parts) else flat for parts in mesh]
     for picked in itertools.product(*options):
-        if sum(s.is_square for s in picked) > 1:
+        around = [k for k, s in enumerate(picked) if s.around]
+        if len(around) + sum(s.is_square for s in picked) > 1:
             continue
         ins = tuple(Forms(tuple(s.ins[k] for s in picked), tuple(s.grads[k] for s in picked))
                     for k in range(len(op.inputs)))
         out = tuple(s.out for s in picked)
-        if legal(cut, out, mesh) and all(
+        halves = tuple(2 * parts if k in around else parts for k, parts in enumerate(mesh))
+        if legal(cut, out, halves) and all(
                 legal(shape, form.value, mesh) for shape, form in zip(op.shapes, ins, strict=True)):
             share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
-            found.append(OpWay(ins, out, ";".join(s.text for s in picked), share))
+            found.append(OpWay(ins, out, ";".join(s.text for s in picked), share,
+                               *around))
     return found
 
 
@@ -238,10 +243,12 @@ def _inside(problem: _Problem, borders: Collection[str]) -> tuple[dict[Variable,
 
 
 def _allowed(choices: list[OpWay], spatial: Spatial) -> list[OpWay]:
-    """With "always", a linear that can run in a ring must."""
+    """With "always", a linear that can run in a ring must; with "never", attention may not either.
+    """
     rings = [c for c in choices if c.ring is not None]
     if spatial == "never":
-        return [c for c in choices if not any(isinstance(x, Square) for x in c.out)]
+        return [c for c in choices
+                if c.around is None and not any(isinstance(x, Square) for x in c.out)]
     return rings if rings and spatial == "always" else choices
 
 
@@ -249,16 +256,17 @@ def _op_costs(problem: _Problem, node: fx.Node, choice: OpWay,
               whole: tuple[float, float]) -> tuple[float, float]:
     """Seconds and kept bytes of an op under a choice."""
     seconds, kept = (cost / choice.share for cost in whole)
-    if choice.ring is None:
-        return seconds, kept
     *waits, block = ring_costs(node, choice, problem.mesh, problem.prices, seconds / 3)
     return seconds + sum(waits), kept + block
 
 
 def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Prices,
                forward: float) -> tuple[float, float, float]:
-    """Of a linear in a ring: seconds of waiting (forward, backward), bytes of the kept block."""
-    axis = cast(int, choice.ring)
+    """Of what waits for rings: seconds of it (forward, backward), bytes that are kept for it."""
+    if choice.around is not None:
+        return _around_costs(node, choice, mesh, prices, forward)
+    if (axis := choice.ring) is None:
+        return 0.0, 0.0, 0.0
     values = [*zip(ShapedOp(node).inputs, (form.value for form in choice.ins), strict=True),
               (node, choice.out)]
     blocks = {
@@ -268,6 +276,20 @@ def ring_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Pric
     }
     waits = ring_waits(forward, side(mesh[axis]), blocks, prices.links[axis], prices.hides)
     return (*waits, blocks["i"])
+
+
+def _around_costs(node: fx.Node, choice: OpWay, mesh: tuple[int, ...], prices: Prices,
+                  forward: float) -> tuple[float, float, float]:
+    """Of an attention along the sequence; its result is kept once more, as it was made."""
+    axis = cast(int, choice.around)
+    values = [*zip(ShapedOp(node).inputs, (form.value for form in choice.ins), strict=True),
+              (node, choice.out)]
+    q, k, v, out = (num_bytes(value.meta["info"], prices.rows) / parts_of(mesh, layouts)
+                    for value, layouts in values)
+    wide = max(1.0, 4 / item_bytes(node.meta["info"].dtype))
+    waits = around_waits(forward, mesh[axis], (q, k + v, out), wide, prices.links[axis],
+                         prices.hides)
+    return (*waits, out)
 
 
 Readers = dict[fx.Node, list[tuple[str, list[Forms]]]]

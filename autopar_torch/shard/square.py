@@ -1,4 +1,5 @@
-"""Strategies on an axis of n x n devices: linears in rings, and what may run on their results.
+"""Strategies on an axis: plain ones, attention along the sequence, and on n x n devices linears in
+rings, and what may run on their results.
 
 They are made of pairs of plain ones: whatever may be cut by either of two factors may be cut by
 both. Operands arrive as `i`, weights lie as `w`, results as `o`; other ops take results as they
@@ -15,25 +16,23 @@ from torch import fx
 
 from .layout import PARTIAL, WHOLE, Layout, Layouts, Split, Square, Strategy, side
 from .rules import OPERANDS, ShapedOp
-from .strategies import strategies
+from .strategies import along_sequence, strategies
 
 Pairs = dict[fx.Node, dict[tuple[Split, Split], None]]  # value -> rows and columns of its squares
 
 
 def all_strategies(graph: fx.Graph, mesh: tuple[int, ...]) -> dict[fx.Node, list[Strategy]]:
     """Every way to run every op on one axis of a mesh; squares only where the mesh has one."""
-    plain = strategies(graph)
-    if not any(side(parts) for parts in mesh):
-        return plain
     found: dict[fx.Node, list[Strategy]] = {}
     pairs: Pairs = defaultdict(dict)
-    for node, options in plain.items():
-        op = ShapedOp(node)
-        squares = _spatial(op, options) or list(dict.fromkeys(_through(op, options, pairs)))
+    for node, options in strategies(graph).items():
+        op, squares = ShapedOp(node), list[Strategy]()
+        if any(side(parts) for parts in mesh):
+            squares = _spatial(op, options) or list(dict.fromkeys(_through(op, options, pairs)))
         for strategy in squares:
             if isinstance(strategy.out, Square) and strategy.out.row is not None:
                 pairs[node][strategy.out.row, strategy.out.col] = None
-        found[node] = [*options, *squares]
+        found[node] = [*options, *along_sequence(op), *squares]
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from ..model import ROWS
 from .layout import PARTIAL, WHOLE, Layout, Split, Strategy
 from .rules import OWNED, PARTS, VIEWS, DimFactor, Shape, ShapedOp, factors_of, first_input, owned
 
@@ -65,6 +66,21 @@ def _within_groups(op: ShapedOp) -> list[Strategy]:
         return []
     split = Split(heads, k[heads])
     return [_strategy(op, {0: split}, split)] if q[heads] > k[heads] else []
+
+
+def along_sequence(op: ShapedOp) -> list[Strategy]:
+    """An attention of each token to itself and those before it, with every input cut alike. Its
+    pieces alone do not make up the whole: keys and values go around (ring_attention.py)."""
+    dropped, causal = op.arg(4, "dropout_p", 0.0), op.arg(5, "is_causal", False)
+    if op.name != "scaled_dot_product_attention" or not causal or dropped:
+        return []
+    if [len(shape) for shape in (*op.shapes, op.out)] != [4] * 4:
+        return []
+    (rows, heads, length, _), key, value = op.shapes
+    like = (rows, key[1] if op.kwargs.get("enable_gqa") else heads, length)
+    cut = (Split(2),) * 3
+    fits = key[:3] == value[:3] == like and length % ROWS
+    return [Strategy(cut, cut, cut[0], around=True)] if fits else []
 
 
 def _of_factor(op: ShapedOp, factor: DimFactor, pieces: DimParts) -> Iterable[Strategy]:

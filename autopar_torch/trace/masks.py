@@ -7,7 +7,7 @@ the sequence. A mask that depends on no value of the batch is computed here, onc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..shard.rules import ShapedOp, has_tag, op_name
 from .apart import run
 from .blocks import SEEDED
 from .clean import info_of, is_mutable
+from .tiles import Tiles
 
 log = logging.getLogger("autopar_torch")
 aten = torch.ops.aten
@@ -69,55 +70,48 @@ def _is_causal(mask: fx.Node, lengths: tuple[int, int], known: Fixed) -> bool | 
     behind = _behind(mask, known)
     if behind is None:
         return None
-    possible = {False, True} if lengths[0] == lengths[1] else {False}
     try:
         with torch.no_grad():
-            for start, lines in _strips(*behind, mask, lengths[0]):
-                possible &= _meanings(lines, start, lengths)
-                if not possible:
-                    return None
-    except (RuntimeError, ValueError, IndexError) as error:
+            return _meaning(*behind, mask, lengths)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         log.debug("a mask does not run: %s", error)
         return None
-    return False not in possible
 
 
-def _strips(graph: fx.Graph, given: dict[str, Tensor], mask: fx.Node,
-            num_queries: int) -> Iterator[tuple[int, Tensor]]:
-    """The mask, some lines at a time where it is large, each with the number of the first. Lines
-    are made from a run of the numbers of the queries."""
-
-    def lines(**own: Tensor) -> Tensor:
-        found: Tensor = run(graph, {**given, **own}, NUM_ROWS, {mask.name})[mask.name]
-        return found
-
-    num_elements = max(map(_num_elements, graph.nodes))
-    if num_elements <= MOST_ELEMENTS:
-        yield 0, lines()
-        return
-    numbers = torch.arange(num_queries)
-    name = next((n.name for n in graph.nodes if n.target is aten.arange.default
-                 and n.args == (num_queries,)
-                 and lines(**{n.name: numbers[:1]}).shape[-2:-1] == (1,)), None)
-    if name is None:
-        raise ValueError("it is too large, and not made from numbers of queries")
-    each = max(1, MOST_ELEMENTS * num_queries // num_elements)
-    for start in range(0, num_queries, each):
-        yield start, lines(**{name: numbers[start : start + each]})
+def _meaning(graph: fx.Graph, given: dict[str, Tensor], mask: fx.Node,
+             lengths: tuple[int, int]) -> bool | None:
+    large = {node.name for node in graph.nodes if _num_elements(node) > MOST_ELEMENTS}
+    if large:
+        return _by_tiles(Tiles(graph, given, NUM_ROWS, large, lengths))
+    shown, hidden = _says(run(graph, given, NUM_ROWS, {mask.name})[mask.name])
+    if shown.all():
+        return False
+    return True if (shown | hidden).all() and _is_lower(shown, lengths) else None
 
 
-def _meanings(lines: Tensor, start: int, lengths: tuple[int, int]) -> set[bool]:
-    """What these lines may be a part of: of a mask that hides nothing, of the causal one."""
-    shown = lines
-    if lines.dtype != torch.bool:
-        shown = lines == 0.0
-        if not (shown | (lines <= torch.finfo(lines.dtype).min)).all():
-            return set()
-    keys = torch.arange(lengths[1])
-    own = torch.arange(start, start + (shown.shape[-2] if shown.dim() > 1 else 1))
-    causal = shown.shape[-2:] == (len(own), lengths[1]) and bool(
-        (shown == (keys <= own[:, None])).all())
-    return {*([False] if shown.all() else []), *([True] if causal else [])}
+def _by_tiles(tiles: Tiles) -> bool | None:
+    shown, hidden = map(torch.logical_and, *map(_says, tiles.bounds()))
+    if shown.all():
+        return False
+    ahead = torch.ones(shown.shape[-2:], dtype=torch.bool).triu(1)
+    if not (shown | ~ahead.mT).all() or not (hidden | ~ahead).all():
+        return None
+    found = map(_says, tiles.on_diagonal())
+    return True if all((shown | hidden).all() and _is_lower(shown, shown.shape[-2:])
+                       for shown, hidden in found) else None
+
+
+def _says(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What it surely shows, and what it surely hides."""
+    if mask.dtype == torch.bool:
+        return mask, ~mask
+    return mask == 0.0, mask <= torch.finfo(mask.dtype).min
+
+
+def _is_lower(shown: Tensor, lengths: Sequence[int]) -> bool:
+    """Whether it shows of keys those up to the query."""
+    square = len({*lengths, *shown.shape[-2:]}) == 1 and shown.dim() > 1
+    return square and bool((shown == torch.ones_like(shown).tril()).all())
 
 
 def _behind(mask: fx.Node, known: Fixed) -> tuple[fx.Graph, dict[str, Tensor]] | None:
