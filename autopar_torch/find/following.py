@@ -147,10 +147,10 @@ class Following:
                     "%s %.2g of what was usual, before that %.2g%s", name, new, old, why)
 
     def _move(self, plan: Plan) -> None:
-        """All ranks; rank 0 says what it was good for."""
+        """All ranks; rank 0 says what it was good for. What runs compiled still does."""
         start, refused = time.perf_counter(), ""
         try:
-            self.parallel.move(plan)
+            self.parallel.move(replace(plan, compiled=self.parallel.plan.compiled))
         except RunError as error:
             refused = str(error)
         if self.replanning:
@@ -177,7 +177,7 @@ class Replanning:
     def __init__(self, parallel: ParallelModel, case: Case) -> None:
         self.parallel, self.case = parallel, case
         self.plan, self.current = parallel.plan, name_of(parallel.plan)
-        self.plans = {self.current: self.plan}
+        self.plans = {self.current: replace(self.plan, compiled=())}  # all by the same measure
         self.asking: Asking | None = None
         self.priced: dict[str, Priced] = {}  # what steps take as machines are now
         self.regret, self.rebuild_s, self.since = Regret(), REBUILD_S, 0
@@ -245,5 +245,5 @@ class Replanning:
         """The script itself has called `model.move`."""
         self.plan, self.regret = self.parallel.plan, Regret()
         self.current = name_of(self.plan)
-        self.plans[self.current] = self.plan
+        self.plans[self.current] = replace(self.plan, compiled=())
         self.ask(self.now, self.parallel.num_steps)
