@@ -16,6 +16,7 @@ SCRIPTS = {  # name -> module whose first line is the question, and about how lo
     "unequal": ("clock.unequal", "twenty minutes a case, --quick five"),
     "usual": ("clock.usual", "half an hour, --quick a minute"),
     "native": ("clock.native", "ten minutes, --quick two"),
+    "compiled": ("clock.compiled", "twenty minutes, --quick five"),
     "changing": ("changing.compare", "--case traces or day a minute, noise or replan seconds"),
     "live": ("changing.live", "three minutes a case"),
     "lost": ("changing.lost", "three minutes (rank) to half an hour (cut); --times 3"),

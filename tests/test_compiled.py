@@ -21,6 +21,7 @@ import autopar_torch as ap
 import claims
 import oracle
 import zoo
+from autopar_torch.find import compiling
 from autopar_torch.plan import Plan
 from autopar_torch.shard import compiled
 from autopar_torch.shard.linear import WeightQueue, delivered, direct_linear
@@ -124,8 +125,12 @@ def test_a_linear_that_hands_nothing_over_is_torchs_own() -> None:
 
 
 def claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> None:
-    plan = Plan.uniform(pp=2, num_micro_batches=4, schedule="zero_bubble")
     compiled.compile_graph = stand_in
+    slow_claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled()
+
+
+def slow_claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> None:
+    plan = Plan.uniform(pp=2, num_micro_batches=4, schedule="zero_bubble")
     counts: list[int] = []
     flush = WeightQueue.flush
 
@@ -139,18 +144,22 @@ def claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> None:
     usual, counts[:] = list(counts), []
     own.append(trained(module, "llama", replace(plan, compiled=kinds_of("llama", plan))))
     torch.testing.assert_close(*own)
-    assert compiled.compilations
-    assert (counts[-8:], min(counts)) == (usual, usual[0])
+    assert compiled.compilations, compiled.failures
+    assert counts[-8:] == usual
     assert usual[0] > 7
 
 
 def claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
     compiled.compile_graph = stand_in
+    slow_claim_a_split_block_is_one_program_with_its_exchanges_inside()
+
+
+def slow_claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
     plan = Plan.uniform(tp=2)
     kinds = kinds_of("llama", plan)
     worst = oracle.compare("llama", replace(plan, compiled=kinds), pad=True)
     assert max(worst.values()) < oracle.TOLERANCE, worst
-    assert not compiled.failures
+    assert not compiled.failures, compiled.failures
     assert max(compiled.compilations.values()) == 1
     exchanges = [key[0].count("moved") for key in compiled._programs]
     assert max(exchanges) >= 4
@@ -158,6 +167,12 @@ def claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
+def test_on_2_ranks_with_the_compiler(name: str) -> None:
     claims.hold(__name__, name)
 
 
@@ -177,6 +192,17 @@ def test_a_block_that_the_compiler_refuses_runs_uncompiled(
     fused = replace(plan, compiled=kinds_of("llama", plan))
     torch.testing.assert_close(trained(module, "llama", fused), trained(module, "llama", plan))
     assert "RuntimeError: too long" in compiled.failures.values()
+
+
+def test_what_is_measured_compiled_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "GAIN", -9.0)
+    monkeypatch.setattr(compiling, "ROUNDS", 1)
+    batch = zoo.batch("llama", ROWS)
+    model = ap.parallelize(zoo.build("llama"), batch, compile=True)
+    made = dict(compiled.compilations)
+    model(**batch).loss.backward()
+    assert (model.plan.compiled, compiled.compilations) == (tuple(model.graph.kinds), made)
+    assert set(made.values()) == {1}
 
 
 def test_without_a_compiler_one_warning_says_so(

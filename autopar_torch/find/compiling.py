@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +12,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from ..measure.session import Session
 from ..plan import Plan
-from ..profile import COMPILED, BlockNeed, Lookup, Profile, merged
+from ..profile import COMPILED, QUICK_S, BlockNeed, Lookup, Profile, merged
 from ..run.model import ParallelModel
 from ..run.world import World
 from ..search.best import Choice
@@ -24,7 +26,7 @@ from ..trace.call import Call
 from .session import cluster_of, session_on
 
 log = logging.getLogger("autopar_torch")
-ROUNDS = 4
+ROUNDS = 4  # of both ways at least, if there is time
 GAIN = 0.01  # by less than that it may be chance
 
 
@@ -38,11 +40,15 @@ def settled(parallel: ParallelModel, plan: Plan, traced: Traced, call: Call,
             if world.rank == 0:
                 log.warning("blocks run uncompiled, as torch's compiler fails here: %s", why)
             return replace(plan, compiled=())
-        if plan.compiled:
-            return plan
         wanted = Counter(need for need in block_needs(plan, traced.graph, call.num_rows)
                          if not traced.graph.kinds[need.kind].mutates)
-        profile = _measured(parallel, list(wanted), traced, call, tensors)
+        if plan.compiled:
+            own = [need for need in wanted if need.compiled]
+            _session(parallel, own, traced, call, tensors)  # which runs each once
+            return plan
+        both = [replace(need, compiled=on) for need in wanted for on in (False, True)]
+        session = _session(parallel, both, traced, call, tensors)
+        profile = _measured(session, world)
         failures = {k: why for own in world.gather(compiled.failures) for k, why in own.items()}
         kinds = _quicker(wanted, profile, failures)
         if world.rank == 0:
@@ -60,16 +66,22 @@ def _why_not(world: World, device: torch.device) -> str:
     return next((f"{why} (rank {rank})" for rank, why in enumerate(found) if why), "")
 
 
-def _measured(parallel: ParallelModel, wanted: Sequence[BlockNeed], traced: Traced, call: Call,
-              tensors: Sequence[Tensor]) -> Profile:
+def _session(parallel: ParallelModel, needs: Sequence[BlockNeed], traced: Traced, call: Call,
+             tensors: Sequence[Tensor]) -> Session:
+    """Measuring of these blocks. What is compiled here is what training runs."""
     world, case = parallel.world, parallel.case
     cluster = case.profile.cluster if case else cluster_of(world, traced.graph)
-    needs = [replace(need, compiled=on) for need in wanted for on in (False, True)]
-    session = session_on(cluster, needs, [], traced, call, tensors,
-                         dict(parallel.module.named_buffers()), world, parallel.device)
-    for _ in range(ROUNDS):
+    return session_on(cluster, needs, [], traced, call, tensors,
+                      dict(parallel.module.named_buffers()), world, parallel.device)
+
+
+def _measured(session: Session, world: World) -> Profile:
+    deadline = time.perf_counter() + QUICK_S
+    while True:
         session.round()
-    return session.profile()
+        late = any(world.gather(time.perf_counter() > deadline))
+        if late or (session.rounds >= ROUNDS and not session.noise()):
+            return session.profile()
 
 
 def _predict(parallel: ParallelModel, plan: Plan, profile: Profile, num_rows: int) -> None:
