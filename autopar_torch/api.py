@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import files
 from .cluster import Cluster
 from .errors import PlanError, SearchError, TraceError
-from .find import changing, choose, following, honoured, measuring, offline, session
+from .find import changing, choose, compiling, following, honoured, measuring, offline, session
 from .find.confirm import confirmed
 from .guards import Guards
 from .history import History
@@ -58,6 +58,7 @@ def parallelize(
     guards: Guards | Mapping[str, Any] | None = None,
     batch_dim: int = 0,
     changes: following.OnChange = "tell",
+    compile: bool = False,
 ) -> ParallelModel:
     """The one new line: the model, trained on everything that torchrun started.
 
@@ -73,7 +74,8 @@ def parallelize(
     watched while training (see Guards). `batch_dim=1` serves models whose inputs have the
     sequence first and the rows of the batch in dim 1. `changes` says what happens when ranks or
     links between nodes become slower: "tell" names them, "follow" also moves to the plan that is
-    the fastest then, when that pays; "off" does not look (on GPUs nobody looks yet).
+    the fastest then, when that pays; "off" does not look (on GPUs nobody looks yet). With `compile`
+    each kind of block for which that is measured to be quicker runs compiled.
     """
     files.checked(batch_dim, Index, "batch_dim")
     files.checked(changes, following.OnChange, "changes")  # type: ignore[arg-type]
@@ -84,7 +86,8 @@ def parallelize(
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
-                      batch_dim=batch_dim, changes=changes, weights=weights is not None,
+                      batch_dim=batch_dim, changes=changes, compile=compile,
+                      weights=weights is not None,
                       example_inputs=example_inputs is not None)
     if confirm < 0:
         raise PlanError(f"{confirm} plans cannot be tried", where="parallelize: confirm",
@@ -102,7 +105,7 @@ def parallelize(
         with untouched(device):
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given,
-                     _Request(limits, confirm, loss_fn, source, changes))
+                     _Request(limits, confirm, loss_fn, source, changes, compile))
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
@@ -353,6 +356,7 @@ class _Request(NamedTuple):
     loss_fn: LossFn | None
     source: Callable[[str], Tensor | None]  # values of parameters
     changes: following.OnChange
+    compile: bool
 
 
 def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: Plan | None,
@@ -366,6 +370,8 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         return
     plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
         parallel.world, given, traced, call.num_rows)
+    if asked.compile or plan.compiled:
+        plan = compiling.settled(parallel, plan, traced, call, tensors)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)

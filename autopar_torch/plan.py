@@ -96,6 +96,7 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
     Gradients travel when `bucket_bytes` of them are there. Under bfloat16 they are added up over
     micro-batches in float32, unless `grad_dtype` says otherwise, and arrive as the parameters are.
+    `compiled` names the kinds of blocks that run compiled while training.
     """
 
     replicas: Annotated[tuple[Replica, ...], Meta(min_length=1)]
@@ -106,6 +107,7 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     reason: Name = "given by the user"
     bucket_bytes: Annotated[int, Meta(ge=1, le=2**50)] = BUCKET_BYTES
     grad_dtype: Precision = "float32"
+    compiled: tuple[Name, ...] = ()
 
     def __post_init__(self) -> None:
         shares = [replica.rows for replica in self.replicas]
@@ -229,6 +231,8 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         shape = " | ".join(f"{count} x {text}" if len(runs) > 1 < count else text
                            for text, count in runs)
         tail = f"{self.schedule}, zero {self.zero}, {self.precision}"
+        if self.compiled:
+            tail += f"; compiled: {', '.join(self.compiled)}"
         if idle := self.idle(num_devices):
             tail += f"; idle: {_short(idle)}"
         return f"{len(self.replicas)} replica(s) of stages on {shape}; {tail} ({self.reason})"

@@ -22,6 +22,7 @@ Number = TypeVar("Number", int, float)
 Source = Literal["datasheet", "derived", "measured"]
 SOURCES: tuple[Source, ...] = ("datasheet", "derived", "measured")  # of times; the surest last
 RECOMPUTE = "/again"  # in keys of programs whose backward recomputes forward
+COMPILED = "/compiled"  # in keys of programs that run compiled
 EXCHANGE_CORE = 0.5  # part of a core, if it was not measured
 GROUP = r"^[0-9+]{1,5000} on [0-9]{1,9}( of [0-9+.]{1,5000})?( by [0-9+.]{1,5000})?$"
 QUICK_S = 8.0  # seconds of measuring close plans well, after a quick pass
@@ -243,10 +244,11 @@ class BlockNeed(Struct, frozen=True, dict=True):
     sharding: Sharding | None
     rows: int
     recompute: bool = False  # forward computed again in backward
+    compiled: bool = False
 
     @cached_property
     def key(self) -> str:
-        return program_key(self.sharding, self.recompute)
+        return program_key(self.sharding, self.recompute, self.compiled)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.key, self.rows))
@@ -274,6 +276,8 @@ class Lookup:
         key = (kind, sharding, rows, device)
         if key not in self._known:
             found = self.costs.get((kind, sharding, device))
+            if found is None and self.profile.assumed:  # datasheets do not tell what is compiled
+                found = self.costs.get((kind, sharding.replace(COMPILED, ""), device))
             if found is None:
                 name = self.profile.cluster.classes[device].name
                 raise ProfileError(
@@ -359,7 +363,7 @@ def sharding_key(sharding: Sharding | None) -> str:
     return sharding.key if sharding else ""
 
 
-def program_key(sharding: Sharding | str | None, recompute: bool) -> str:
-    """Names the program of a block (its sharding, or the key of that) and how its backward runs."""
+def program_key(sharding: Sharding | str | None, recompute: bool, compiled: bool = False) -> str:
+    """Names the program of a block (its sharding, or the key of that) and how it runs."""
     own = sharding if isinstance(sharding, str) else sharding_key(sharding)
-    return own + (RECOMPUTE if recompute else "")
+    return own + (COMPILED if compiled else "") + (RECOMPUTE if recompute else "")

@@ -34,6 +34,8 @@ SCRIPTS = {
                     "at least 0.98 times as fast as the best usual plan"),
     "native": Script("clock.native", "ten minutes, --quick two",
                      "time and memory at most those by hand", "--quick --only tp2,dp2"),
+    "compiled": Script("clock.compiled", "twenty minutes, --quick five",
+                       "compiled by default never slower"),
     "changing": Script("changing.compare", "--case traces or day a minute, noise or replan seconds",
                        "under a minute; no policy above the oracle", "--case noise"),
     "live": Script("changing.live", "three minutes a case",

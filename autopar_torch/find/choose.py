@@ -164,7 +164,7 @@ def _sources() -> str:
 
 
 ROOMS = (".", "search", "simulate", "shard", "run", "find")
-FORMAT = 22  # raised when a number in a profile gets another meaning
+FORMAT = 23  # raised when a number in a profile gets another meaning
 
 
 def _load(path: Path, kind: type[Noun]) -> Noun | None:

@@ -150,10 +150,10 @@ class Following:
             self.told.append((self.parallel.num_steps, text))
 
     def _move(self, plan: Plan) -> None:
-        """All ranks; rank 0 says what it was good for."""
+        """All ranks; rank 0 says what it was good for. What runs compiled still does."""
         start, refused = time.perf_counter(), ""
         try:
-            self.parallel.move(plan)
+            self.parallel.move(replace(plan, compiled=self.parallel.plan.compiled))
         except RunError as error:
             refused = str(error)
         took_s = time.perf_counter() - start
@@ -183,7 +183,7 @@ class Replanning:
     def __init__(self, parallel: ParallelModel, case: Case) -> None:
         self.parallel, self.case = parallel, case
         self.plan, self.current = parallel.plan, name_of(parallel.plan)
-        self.plans = {self.current: self.plan}
+        self.plans = {self.current: replace(self.plan, compiled=())}  # all by the same measure
         self.asking: Asking | None = None
         self.priced: dict[str, Priced] = {}  # what steps take as machines are now
         self.regret, self.rebuild_s, self.since = Regret(), REBUILD_S, 0
@@ -251,5 +251,5 @@ class Replanning:
         """The script itself has called `model.move`."""
         self.plan, self.regret = self.parallel.plan, Regret()
         self.current = name_of(self.plan)
-        self.plans[self.current] = self.plan
+        self.plans[self.current] = replace(self.plan, compiled=())
         self.ask(self.now, self.parallel.num_steps)

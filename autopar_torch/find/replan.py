@@ -101,7 +101,7 @@ def _best(asked: Question, seen: Lookup) -> list[Plan]:
 
 def name_of(plan: Plan) -> str:
     """Equal for plans that do the same."""
-    return hashlib.sha256(files.encode(replace(plan, reason=""))).hexdigest()[:16]
+    return hashlib.sha256(files.encode(replace(plan, reason="", compiled=()))).hexdigest()[:16]
 
 
 def _move_s(asked: Question, plan: Plan, seen: Lookup) -> float:

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from ..model import Block, TensorInfo
 from ..profile import BlockCost, BlockNeed
 from ..shard.collectives import Axis
+from ..shard.compiled import compiled
 from ..shard.layout import local_shape, parse_forms
-from ..shard.linear import WeightQueue
+from ..shard.linear import WeightQueue, delivered, wants_delivery
 from ..shard.lower import lower
 from ..trace import Traced
 from .bytes import TensorBytes
@@ -31,6 +32,7 @@ WHOLE = ("forward", "backward", "added")  # what the rounds of a chain are made 
 PHASES = (*WHOLE, "input", "weight")
 BACKWARDS = ("backward", "input", "added")  # the backwards of a round take turns at these
 Context = Callable[[int], dict[str, Any]]  # rows -> values of the prologue
+Linears = Callable[..., contextlib.AbstractContextManager[None]]  # "input", or anything else
 Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's axes on it
 
 
@@ -133,7 +135,7 @@ class TimedChain:
 
     def __init__(self, needs: Sequence[BlockNeed], traced: Traced, axes: Sequence[Axis] | None,
                  context: dict[str, Any], ground: Ground) -> None:
-        self.active = axes is not None
+        self.active, self.device = axes is not None, ground.device
         self.exchanges = any(need.sharding for need in needs)
         self.runners: list[Runner] = []
         self.first: list[Runner] = []
@@ -153,25 +155,31 @@ class TimedChain:
 
     def warm_up(self) -> None:
         """Run all once, untimed."""
-        for runner in self.runners:
-            runner.run()
+        with self._linears():
+            for runner in self.runners:
+                runner.run()
+
+    def _linears(self, how: str = "") -> contextlib.AbstractContextManager[None]:
+        return delivered(wants_delivery(self.device, how == "input"))
 
     def round(self) -> None:
         """All forwards, then all backwards from the last. Most weight gradients that come late are
         added to earlier ones, as at the end of a pipeline."""
         self.num_rounds += 1
         how = next(self.backwards)
-        for runner in self.runners:
-            runner.forward(keep=how != "input")
-        for runner in reversed(self.runners):
-            runner.backward(how)
+        with self._linears(how):
+            for runner in self.runners:
+                runner.forward(keep=how != "input")
+            for runner in reversed(self.runners):
+                runner.backward(how)
         if how == "input":
             for runner in reversed(self.runners):
                 runner.weights()
         if how == "added":
             for runner in self.runners:
                 runner.clear()
-        self.switched.append(sampled(self.typical.run)[1])
+        with self._linears():
+            self.switched.append(sampled(self.typical.run)[1])
 
     @property
     def typical(self) -> Runner:
@@ -188,7 +196,7 @@ class TimedChain:
     def run_counted(self, count: TensorBytes) -> None:
         """Each block once while its bytes are counted; they do not vary."""
         for runner in self.first:
-            runner.counted = _run_counted(runner, count)
+            runner.counted = _run_counted(runner, count, self._linears)
 
     def read_bytes(self, count: TensorBytes) -> None:
         for runner in self.first:
@@ -236,6 +244,8 @@ def _runner(need: BlockNeed, block: Block, traced: Traced, axes: Sequence[Axis],
             context: dict[str, Any], ground: Ground) -> Runner:
     graph = traced.programs[need.kind]
     module = lower(graph, need.sharding, axes, rows=need.rows, device=ground.device)
+    if need.compiled:
+        module = compiled(module, need.kind)
     args = []
     for node in graph.find_nodes(op="placeholder"):
         info = node.meta["info"]
@@ -267,20 +277,22 @@ def _shape(slot: str, info: TensorInfo, need: BlockNeed,
     return shape, getattr(torch, info.dtype)
 
 
-def _run_counted(runner: Runner, count: TensorBytes) -> Counted:
+def _run_counted(runner: Runner, count: TensorBytes, linears: Linears) -> Counted:
     """Bytes are marked before a run, after its forward and after its backward; in another run after
     the input part of its backward. Gradients are there already, so both runs add to them."""
-    runner.forward()
-    runner.backward()
-    start = count.mark()
-    runner.forward()
-    out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
-    ran = count.mark()
-    runner.backward()
-    end = count.mark()
-    runner.forward()
-    runner.backward("input")
-    back = count.mark()
+    with linears():
+        runner.forward()
+        runner.backward()
+        start = count.mark()
+        runner.forward()
+        out = sum(y.numel() * y.element_size() for y in runner.outputs if isinstance(y, Tensor))
+        ran = count.mark()
+        runner.backward()
+        end = count.mark()
+    with linears("input"):
+        runner.forward()
+        runner.backward("input")
+        back = count.mark()
     runner.weights()
     given = sum(g.numel() * g.element_size() for g in runner.grads)
     runner.clear()

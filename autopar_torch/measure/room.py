@@ -27,11 +27,13 @@ class Chain(NamedTuple):
 
     mesh: tuple[int, ...]
     recompute: bool
+    compiled: bool
     rows: int
 
 
 def chain_of(need: BlockNeed) -> Chain:
-    return Chain(need.sharding.mesh if need.sharding else (), need.recompute, need.rows)
+    mesh = need.sharding.mesh if need.sharding else ()
+    return Chain(mesh, need.recompute, need.compiled, need.rows)
 
 
 def num_copies(graph: ModelGraph, kind: str) -> int:

@@ -255,6 +255,6 @@ def _chains_for(known: Collection[Chain], blocks: Iterable[BlockNeed]) -> list[C
     asked = {chain_of(need) for need in blocks}
     found = set()
     for chain in asked:
-        like = {c.rows: c for c in known if c[:2] == chain[:2]}
+        like = {c.rows: c for c in known if c[:3] == chain[:3]}
         found |= {like[rows] for rows in around(chain.rows, like)}
     return [chain for chain in known if chain in found]

@@ -125,6 +125,7 @@ class Executor:
         known = _outputs_known(actions)
         for stage, runner in self.stages.items():
             runner.kept = self.kept[stage]
+            runner.splits = {a.micro_batch for a in actions if a.op is Op.I and a.stage == stage}
         for index, action in enumerate(actions):
             if index == known:
                 share(self.results)

@@ -193,11 +193,23 @@ def agreed(world: World, given: Plan, traced: Traced, num_rows: int) -> Plan:
     """The plan with everything written down, the same on all ranks."""
     def completed() -> Plan:
         plan = fit(given, traced.graph)
+        _check_compiled(plan, traced)
         plan = complete(plan, traced, max(1, num_rows // plan.num_micro_batches))
         check(plan, traced)
         return plan
 
     return world.told(world.jointly(completed), Plan)
+
+
+def _check_compiled(plan: Plan, traced: Traced) -> None:
+    kinds = traced.graph.kinds
+    if unknown := sorted(set(plan.compiled) - set(kinds)):
+        raise PlanError(f"no kinds of blocks are called {', '.join(unknown)}, only "
+                        f"{', '.join(kinds)}", where="Plan.compiled",
+                        fix="is it the plan of another model?")
+    if changing := [kind for kind in plan.compiled if kinds[kind].mutates]:
+        raise PlanError(f"{', '.join(changing)} changes buffers, so it cannot run compiled",
+                        where="Plan.compiled", fix="leave it out")
 
 
 def check(plan: Plan, traced: Traced) -> None:

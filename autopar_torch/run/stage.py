@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from ..model import Block, TensorInfo
 from ..plan import Plan, Stage, peers
 from ..shard.collectives import Axis
+from ..shard.compiled import compiled
 from ..shard.holdings import value_shape
-from ..shard.linear import WeightQueue
+from ..shard.linear import WeightQueue, delivered, wants_delivery
 from ..shard.lower import Replicas, lower
 from ..trace import Traced
 from .params import Held, ParamStore
@@ -45,7 +46,8 @@ class StageRunner:
         self.leaving = {} if is_end else graph.crossing(self.last)
         self.outputs = graph.outputs if is_end else {}
         self.placed = [self._placed(i) for i in range(self.first, self.last)]
-        self.programs: dict[tuple[str, int, int, Any], fx.GraphModule] = {}
+        self.programs: dict[tuple[str, int, int, Any, bool], fx.GraphModule] = {}
+        self.splits: set[int] = set()  # micro-batches whose backward is done in two parts
         self.kept: dict[int, tuple[Values, Values]] = {}  # micro-batch -> arrived, left
         self.queues: dict[int, WeightQueue] = {}
         self.loss_scale = 1.0
@@ -72,26 +74,28 @@ class StageRunner:
                     tuple(block.outputs.values()), self.stage.recompute and not kind.mutates,
                     gathered)
 
-    def _program(self, index: int, rows: int) -> fx.GraphModule:
+    def _program(self, index: int, rows: int, train: bool) -> fx.GraphModule:
         number = self.stage.sharding(self.first + index)
         block = self.traced.graph.blocks[self.first + index]
         world, graph = self.store.world, self.traced.graph
         ranks, alike = peers(self.plan, graph, self.first + index, world.rank)
-        key = (block.kind, number, rows, ranks)
+        fused = train and block.kind in self.plan.compiled
+        key = (block.kind, number, rows, ranks, fused)
         if key not in self.programs:
             sharding = self.plan.sharding(self.stage, self.first + index)
-            self.programs[key] = lower(
+            made = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
                 device=self.device,
                 replicas=Replicas(cast(Axis, world.axis(ranks)), alike) if ranks else None,
             )
+            self.programs[key] = compiled(made, block.kind) if fused else made
         return self.programs[key]
 
     def code(self, index: int) -> str:
         """What a block runs on this rank, as Python."""
         index += self.first
         wanted = (self.traced.graph.blocks[index].kind, self.stage.sharding(index))
-        made = [p.code for (kind, number, _, _), p in self.programs.items()
+        made = [p.code for (kind, number, *_), p in self.programs.items()
                 if (kind, number) == wanted]
         return str(made[0]) if made else "(has not run yet)"
 
@@ -105,18 +109,23 @@ class StageRunner:
             arrived = {n: v.detach().requires_grad_(self.arriving[n].grad)
                        for n, v in arrived.items()}
         values: dict[str, Any] = dict(arrived)
-        for index, placed in enumerate(self.placed):
-            results = self._run_block(index, placed, values, context, rows, train)
-            values.update(zip(placed.results, results, strict=True))
+        with self._linears(micro_batch):
+            for index, placed in enumerate(self.placed):
+                results = self._run_block(index, placed, values, context, rows, train)
+                values.update(zip(placed.results, results, strict=True))
         names = self.outputs or {name: name for name in self.leaving}
         left = {name: values[v] if v in values else context[v] for name, v in names.items()}
         if train:
             self.kept[micro_batch] = (arrived, left)
         return {n: v.detach() if isinstance(v, Tensor) else v for n, v in left.items()}
 
+    def _linears(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """How they run for a micro-batch, also where its backward runs them again."""
+        return delivered(wants_delivery(self.device, micro_batch in self.splits))
+
     def _run_block(self, index: int, placed: PlacedBlock, values: dict[str, Any],
                    context: dict[str, Any], rows: int, train: bool) -> tuple[Tensor, ...]:
-        run = self._program(index, rows)
+        run = self._program(index, rows, train)
         if placed.gathered:
             self.store.gather(placed.gathered)
         args = [self.store.held[name].leaf if kind == "param"
@@ -151,7 +160,8 @@ class StageRunner:
         pairs = [(v, grads[name]) for name, v in left.items()
                  if name in grads and self.outputs.get(name, name) in self.live
                  and isinstance(v, Tensor) and v.requires_grad]
-        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+        with self._linears(micro_batch):
+            torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
         for held in (held for cell in self.placed for held in cell.gathered):
             if held.leaf.untyped_storage().size():
                 self.store.release(held)

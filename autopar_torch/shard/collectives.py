@@ -231,11 +231,13 @@ class _Convert(torch.autograd.Function):
 
 
 class Convert(nn.Module):
-    """Moves of a value forward, and of its gradient backward."""
+    """Moves of a value forward, to one of that shape, and of its gradient backward."""
 
-    def __init__(self, ahead: list[Move], back: list[Move], axes: Sequence[Axis]) -> None:
+    def __init__(self, ahead: list[Move], back: list[Move], axes: Sequence[Axis],
+                 shape: Sequence[int]) -> None:
         super().__init__()
-        self.ahead, self.back, self.axes = ahead, back, tuple(axes)
+        self.ahead, self.back, self.axes = tuple(ahead), tuple(back), tuple(axes)
+        self.shape = tuple(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
@@ -246,7 +248,7 @@ class Convert(nn.Module):
         return f"forward {_text(self.ahead)}, backward {_text(self.back)}"
 
 
-def _text(steps: list[Move]) -> str:
+def _text(steps: Sequence[Move]) -> str:
     shown = [f"{layout_text(s.source)}->{layout_text(s.target)}@{s.axis}" for s in steps]
     return ", ".join(shown) or "nothing"
 

@@ -6,8 +6,9 @@ for one more. A product that starts from what is there needs neither.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,32 @@ class WeightQueue:
                 done(weight)
 
 
+class _Delivery:
+    on = True
+
+
+@contextlib.contextmanager
+def delivered(on: bool) -> Iterator[None]:
+    """Whether linears that run inside hand weight gradients over as they are made here. Else they
+    are torch's own, which leave that to autograd."""
+    before, _Delivery.on = _Delivery.on, on
+    try:
+        yield
+    finally:
+        _Delivery.on = before
+
+
+def delivers() -> bool:
+    """Whether what runs now is to hand weight gradients over."""
+    return _Delivery.on and torch.is_grad_enabled()
+
+
+def wants_delivery(device: torch.device, split: bool) -> bool:
+    """A split backward needs it. Else it saves a pass over gradients and costs work of the host for
+    each linear: a good exchange on a CPU, and a bad one where the host feeds a GPU."""
+    return split or device.type == "cpu"
+
+
 def deliver(weight: Tensor, work: GradWork) -> Tensor | None:
     """The gradient of a leaf, for autograd to add. None if it waits for its own action, or is added
     here to the one that is there; that is not done if hooks wait for autograd to add it."""
@@ -78,9 +105,7 @@ class _Direct(torch.autograd.Function):
                 transposed: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias, ctx.transposed = weight, bias is not None, transposed
-        if transposed or bias is None:
-            return F.linear(x, weight if transposed else weight.t(), bias)
-        return torch.addmm(bias, x, weight)
+        return plain_linear(x, weight, bias, transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -95,4 +120,12 @@ class _Direct(torch.autograd.Function):
 def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                   transposed: bool = True) -> Tensor:
     """`linear`, or (not transposed) `addmm`, by a weight that is a leaf."""
-    return cast(Tensor, _Direct.apply(x, weight, bias, transposed))
+    if delivers():
+        return cast(Tensor, _Direct.apply(x, weight, bias, transposed))
+    return plain_linear(x, weight, bias, transposed)
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    if transposed or bias is None:
+        return F.linear(x, weight if transposed else weight.t(), bias)
+    return torch.addmm(bias, x, weight)

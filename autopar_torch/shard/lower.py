@@ -111,7 +111,8 @@ class Lowering:
         key = (value, want)
         if key not in self.shared:
             name = "_".join(dict.fromkeys(_verb(m) for m in [*ahead, *back])) or "keep"
-            target = self._module(name, collectives.Convert(ahead, back, self.axes))
+            shape = local_shape(tuple(node.meta["info"].at(self.rows)), want.value, self.mesh)
+            target = self._module(name, collectives.Convert(ahead, back, self.axes, shape))
             self.shared[key] = self.graph.call_module(target, (value,))
         return self.shared[key]  # readers that convert alike share it: one reduction
 

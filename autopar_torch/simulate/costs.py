@@ -185,7 +185,8 @@ class Costs:
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
         recompute = stage.recompute and not self.graph.kind_of(index).mutates
-        key = program_key(self.plan.sharding(stage, index), recompute)
+        key = program_key(self.plan.sharding(stage, index), recompute,
+                          block.kind in self.plan.compiled)
         cost = self.profile.cost(block.kind, key, rows, self.class_of[rank])
         own = [self.shares[rank][name] for name in block.params.values()]
         used = [share for share in own if self._per_use(share)]

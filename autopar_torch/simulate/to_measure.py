@@ -58,5 +58,5 @@ def block_needs(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[BlockN
             for block in range(*(stage.blocks or (0, 0))):
                 recompute = stage.recompute and not graph.kind_of(block).mutates
                 for rows in {end - start for start, end in spans}:
-                    sharding = plan.sharding(stage, block)
-                    yield BlockNeed(graph.blocks[block].kind, sharding, rows, recompute)
+                    kind, sharding = graph.blocks[block].kind, plan.sharding(stage, block)
+                    yield BlockNeed(kind, sharding, rows, recompute, kind in plan.compiled)

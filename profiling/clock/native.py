@@ -7,13 +7,15 @@ are interleaved, so the machine's drift cancels in the paired ratios; and both s
 several times, one first and then the other, since where tensors lie is worth some percent:
 
     python profiling native [--quick] [--json FILE]
-        [--only tp2,pp2,pp2zb,dp2,zero3] [--native-only] [--together]
+        [--only tp2,pp2,pp2zb,dp2,zero1,zero3] [--native-only] [--together] [--compiled]
 
 A step is forward, backward and AdamW on a fixed global batch; it returns the global loss on every
 rank.  Ratios are ours / native (below 1 is better for us); the exit status is 0 only if every
 median time ratio and memory ratio is at most 1 and both sides gave the same losses.
 In pp2zb, torch's own 1F1B meets our zero-bubble schedule: the degrees are equal, the schedules not,
 so only its time counts.
+With --compiled, native compiles every block of the model (torch.compile), and ours those that it
+measures to be quicker (compile=True).
 With --native-only nothing is compared, and the status says only that every case ran.
 """
 
@@ -31,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -62,7 +65,7 @@ from start import pin, start_ranks
 T = TypeVar("T")
 
 OTHER_SCHEDULE = "pp2zb"
-CASES = ("tp2", "pp2", OTHER_SCHEDULE, "dp2", "zero3")
+CASES = ("tp2", "pp2", OTHER_SCHEDULE, "dp2", "zero1", "zero3")
 WORLD, MICRO_BATCHES, MEMORY_STEPS, WARM_UPS = 2, 4, 7, 3
 LEARNING_RATE, TOLERANCE = 1e-4, 1e-4
 
@@ -75,6 +78,7 @@ class Sizes:
     vocab: int = 2048
     seq: int = 128
     batch: int = 8
+    compiled: bool = False  # both sides
 
 
 QUICK = Sizes(layers=4, width=128, heads=4, vocab=512, seq=64, batch=8)
@@ -143,6 +147,13 @@ def seeded_model(sizes: Sizes) -> GPT:
     return GPT(sizes)
 
 
+def native_model(sizes: Sizes) -> GPT:
+    model = seeded_model(sizes)
+    for block in model.blocks if sizes.compiled else ():
+        block.compile()
+    return model
+
+
 def global_batch(sizes: Sizes) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(sizes.vocab, (2, sizes.batch, sizes.seq), generator=draw)
@@ -187,7 +198,7 @@ class NativeTensor:
 
     def __init__(self, sizes: Sizes, mesh: DeviceMesh) -> None:
         self.idx, self.targets = global_batch(sizes)
-        self.model = parallelize_module(seeded_model(sizes), mesh, tp_plan(sizes))
+        self.model = parallelize_module(native_model(sizes), mesh, tp_plan(sizes))
         self.opt = adamw(self.model)
 
     def step(self) -> float:
@@ -225,7 +236,7 @@ def manual_stage(sizes: Sizes, mesh: DeviceMesh) -> PipelineStage:
     ids = torch.empty(rows, sizes.seq, dtype=torch.int64, device="meta")
     x = torch.empty(rows, sizes.seq, sizes.width, device="meta", requires_grad=True)
     out = torch.empty(rows, sizes.seq, sizes.vocab, device="meta", requires_grad=True)
-    module = (FirstHalf, SecondHalf)[rank](seeded_model(sizes))
+    module = (FirstHalf, SecondHalf)[rank](native_model(sizes))
     given, made = ((ids, x), (x, out))[rank]
     return PipelineStage(module, rank, WORLD, torch.device("cpu"), input_args=(given,),
                          output_args=(made,), group=mesh.get_group())
@@ -254,14 +265,16 @@ class NativePipeline:
 
 
 class NativeData:
-    """Half of the batch per rank: plain DDP, or fully_shard on every block and the root."""
+    """Half of the batch per rank: DDP, with ZeroRedundancyOptimizer or not, or fully_shard on every
+    block and the root."""
 
-    def __init__(self, sizes: Sizes, mesh: DeviceMesh, sharded: bool) -> None:
+    def __init__(self, sizes: Sizes, mesh: DeviceMesh, zero: int) -> None:
         self.idx, self.targets = (t.chunk(WORLD)[dist.get_rank()] for t in global_batch(sizes))
-        model = seeded_model(sizes)
-        self.model: nn.Module = self.shard(model, mesh) if sharded else DistributedDataParallel(
+        model = native_model(sizes)
+        self.model: nn.Module = self.shard(model, mesh) if zero == 3 else DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True)
-        self.opt = adamw(self.model)
+        self.opt = adamw(self.model) if zero != 1 else ZeroRedundancyOptimizer(
+            self.model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
 
     @staticmethod
     def shard(model: GPT, mesh: DeviceMesh) -> nn.Module:
@@ -286,7 +299,7 @@ def native(case: str, sizes: Sizes) -> Side:
         return NativeTensor(sizes, mesh)
     if case.startswith("pp2"):
         return NativePipeline(sizes, mesh)
-    return NativeData(sizes, mesh, sharded=case == "zero3")
+    return NativeData(sizes, mesh, int(case.removeprefix("zero")) if "zero" in case else 0)
 
 
 # --- our side -------------------------------------------------------------------------------
@@ -315,10 +328,12 @@ def ours(case: str, sizes: Sizes) -> Side:
         "pp2": {"pp": 2, "num_micro_batches": MICRO_BATCHES, "schedule": "1f1b"},
         "pp2zb": {"pp": 2, "num_micro_batches": MICRO_BATCHES, "schedule": "zero_bubble"},
         "dp2": {"dp": 2},
+        "zero1": {"dp": 2, "zero": 1},
         "zero3": {"dp": 2, "zero": 3},
     }
     plan = ap.Plan.uniform(**degrees[case])
-    return Ours(sizes, ap.parallelize(seeded_model(sizes), plan=plan))
+    model = ap.parallelize(seeded_model(sizes), plan=plan, compile=sizes.compiled)
+    return Ours(sizes, model)
 
 
 # --- memory ---------------------------------------------------------------------------------
@@ -560,6 +575,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--only", default=",".join(CASES), help="a comma-separated part of them")
     parser.add_argument("--native-only", action="store_true", help="leave our library out")
+    parser.add_argument("--compiled", action="store_true", help="blocks compiled on both sides")
     parser.add_argument("--together", action="store_true", help="both sides in one process")
     parser.add_argument("--builds", type=int, help="default 5, with --quick 2")
     parser.add_argument("--rounds", type=int, help="of every build: default 8, with --quick 6")
@@ -573,6 +589,7 @@ def options() -> argparse.Namespace:
 def run(args: argparse.Namespace) -> list[Row]:
     sizes, builds, rounds = (QUICK, 2, 6) if args.quick else (Sizes(), 5, 8)
     builds, rounds = args.builds or builds, args.rounds or rounds
+    sizes = replace(sizes, compiled=args.compiled)
     rows = []
     with contextlib.nullcontext(here) if args.together else Twin() as beside:
         places: Places = {"native": beside} | ({} if args.native_only else {"ours": here})
@@ -589,7 +606,7 @@ def main() -> int:
         start_ranks("native", sys.argv[1:], WORLD)
         return 0
     pin()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     if dist.get_world_size() != WORLD:
         raise SystemExit(f"these cases need {WORLD} ranks, not {dist.get_world_size()}")
     rows = run(args)
