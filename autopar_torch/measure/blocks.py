@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
 from ..profile import BlockCost, BlockNeed
+from ..shard.by_rows import again
 from ..shard.collectives import Axis
 from ..shard.compiled import compiled
 from ..shard.layout import local_shape, parse_forms
@@ -100,7 +100,7 @@ class Runner:
 
     def run(self) -> tuple[Any, ...]:
         if self.need.recompute:
-            return cast(Any, checkpoint)(self.module, *self.args, use_reentrant=False)
+            return again(self.module, *self.args)
         return self.module(*self.args)
 
     def backward(self, how: str = "backward") -> None:

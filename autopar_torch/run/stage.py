@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils.checkpoint import checkpoint
 
 from ..model import Block, TensorInfo
 from ..plan import Plan, Stage, peers
+from ..shard.by_rows import again
 from ..shard.collectives import Axis
 from ..shard.compiled import compiled
 from ..shard.holdings import value_shape
@@ -130,10 +130,7 @@ class StageRunner:
             self.store.gather(placed.gathered)
         args = [self.store.held[name].leaf if kind == "param"
                 else (values if kind == "value" else context)[name] for kind, name in placed.args]
-        if train and placed.recompute:
-            results = cast(Any, checkpoint)(run, *args, use_reentrant=False)
-        else:
-            results = run(*args)
+        results = again(run, *args) if train and placed.recompute else run(*args)
         if placed.gathered:
             self._free_until_backward(placed, results, train)
         return cast(tuple[Tensor, ...], results)

@@ -9,6 +9,7 @@ from torch import fx
 from ..model import TensorInfo
 from ..plan import Sharding
 from ..profile import BlockCost
+from .by_rows import tails
 from .layout import Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
 from .rules import op_name
@@ -26,7 +27,10 @@ class _Estimate:
         self.choices = {node: chosen_way(node, legal, sharding) for node, legal in ways(
             graph, self.mesh).items()} if sharding else {}
         self.compute = self.comm_forward = self.comm_backward = self.kept = self.out = 0.0
-        self.largest = 0.0
+        self.largest = self.ahead = 0.0
+        found = tails(graph, self.choices, self.mesh, prices.rows)
+        self.kept += sum(tail.bytes_kept for tail in found.values())
+        self.pieces = {n: tail.pieces for loss, tail in found.items() for n in tail.inside(loss)}
         self.done: set[tuple[str, Forms, Forms]] = set()
 
     def run(self) -> BlockCost:
@@ -37,9 +41,10 @@ class _Estimate:
                 self._output(node)
         kept = self.kept + self.out
         return BlockCost(
-            self.prices.rows, self.compute, 2 * self.compute, self.compute, self.compute,
-            self.comm_forward, self.comm_backward, out_bytes=self.out, kept_bytes=kept,
-            forward_bytes=kept, backward_bytes=self.largest * 3, stash_bytes=kept,
+            self.prices.rows, self.compute + 2 * self.ahead, 2 * (self.compute - self.ahead),
+            self.compute - self.ahead, self.compute - self.ahead, self.comm_forward,
+            self.comm_backward, out_bytes=self.out, kept_bytes=kept, forward_bytes=kept,
+            backward_bytes=self.largest * 3, stash_bytes=kept,
         )
 
     def _op(self, node: fx.Node) -> None:
@@ -51,9 +56,10 @@ class _Estimate:
             self.comm_forward += ahead
             self.comm_backward += back
             self.kept += block
-        size = self._local_bytes(node)
+        size = self._local_bytes(node) / self.pieces.get(node, 1)
+        self.ahead += seconds if node in self.pieces else 0.0  # of its backward, in forward
         self.largest = max(self.largest, size)
-        if node.meta["info"] is not None and any(
+        if node.meta["info"] is not None and node not in self.pieces and any(
                 user.op == "call_function" and op_name(user) not in _LINEAR for user in node.users):
             self.kept += size
         for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from ..model import at_rows
 from ..plan import Sharding
-from . import collectives
+from . import by_rows, collectives
 from .collectives import Axis, Peers, VocabPart
 from .experts import OwnExperts, OwnRows
 from .layout import (
@@ -70,6 +70,7 @@ class Lowering:
         if sharding is not None:
             self.choices = {node: chosen_way(node, legal, sharding)
                             for node, legal in ways(graph, self.mesh).items()}
+        self.tails = by_rows.tails(graph, self.choices, self.mesh, rows)
 
     def finish(self) -> fx.GraphModule:
         for node in self.source.nodes:
@@ -145,6 +146,14 @@ class Lowering:
             ready |= {n: self.env[n] for n in node.all_input_nodes if n not in ready}
             self.have[node] = choice.made
         self.env[node] = self._special(node, choice, ready) or self._plain(node, choice, ready)
+        if tail := self.tails.get(node):
+            self.env[node] = self._by_rows(self.env[tail.product], self.env[node], tail.pieces)
+
+    def _by_rows(self, product: fx.Node, loss: fx.Node, count: int) -> fx.Node:
+        module, args = by_rows.fold(self.root, product, loss, count)
+        for node in by_rows.between(product, loss)[::-1]:
+            self.graph.erase_node(node)
+        return self.graph.call_module(self._module("loss_by_rows", module), args)
 
     def _plain(
         self, node: fx.Node, choice: OpWay | None, ready: dict[fx.Node, fx.Node]

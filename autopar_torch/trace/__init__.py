@@ -20,7 +20,7 @@ from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name
 from ..shard.strategies import strategies
-from . import losses, masks, opaque, shares
+from . import losses, masks, opaque, shares, tails
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
@@ -100,6 +100,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo],
     batch = [n for n in flat.find_nodes(op="placeholder")
              if captured.sources[n.name].kind == "input" and info_of(n).shape[:1] == (ROWS,)]
     losses.rewrite(flat, batch)
+    tails.straighten(flat)
     trainable = {name for name, source in captured.sources.items()
                  if source.kind == "param" and known[source.name].trainable}
     mark_grads(flat, trainable)
