@@ -7,8 +7,8 @@ core.  A step is forward, backward and AdamW.  Ratios are medians over rounds, e
     python profiling compiled [--quick] [--only gpt,llama,vit] [--plans dp2,tp2,pp2]
         [--beside FOLDER] [--rounds 30]
 
-`all` has every kind of block compiled, `chosen` those that `compile=True` takes by measuring; ratios
-are those of `chosen` to the others.  The exit status is 0 if none of them is above 1.
+`all` has every kind of block compiled, `chosen` those that `compile=True` takes by measuring;
+ratios are those of `chosen` to the others.  The exit status is 0 if none of them is above 1.
 """
 
 from __future__ import annotations
