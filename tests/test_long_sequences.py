@@ -4,8 +4,10 @@ cheapest."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -262,6 +264,32 @@ def test_on_2_ranks(name: str) -> None:
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_on_more_ranks(num_ranks: int, name: str) -> None:
     claims.hold(__name__, name, num_ranks)
+
+
+def ratio(heads: int) -> float:
+    """In a rank: steps with attention along the sequence, by those without; medians in turn."""
+    torch.set_num_threads(1)
+    ids = torch.randint(512, (1, 4096), generator=torch.Generator().manual_seed(0))
+    batch, models, seconds = {"idx": ids, "targets": ids}, [], ([], [])  # type: ignore[var-annotated]
+    for goes in (True, False):
+        with mock.patch.object(solve, "_allowed", lambda choices, _, goes=goes: [
+                c for c in choices if (c.around is not None) == goes] or choices):
+            models.append(ap.parallelize(zoo.NanoGPT(512, 192, heads, 4, 4096), batch,
+                                         plan=Plan.uniform(tp=2)))
+        assert bool(along(models[-1].plan)) == goes
+    for _ in range(7):
+        for model, own in zip(models, seconds, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            oracle.loss_of(model(**batch)).backward()
+            dist.barrier()
+            own.append(time.perf_counter() - start)
+    return median(seconds[0][2:]) / median(seconds[1][2:])
+
+
+@pytest.mark.slow
+def test_three_heads_on_two_ranks_take_less_time_along_the_sequence() -> None:
+    assert run_ranks(2, "test_long_sequences:ratio", 3)[0] < 0.8
 
 
 @pytest.mark.slow

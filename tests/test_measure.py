@@ -23,6 +23,7 @@ from autopar_torch.find.session import cluster_of, session, session_on
 from autopar_torch.measure import detect, links
 from autopar_torch.measure.links import Line, Lines, Seen
 from autopar_torch.measure.overlap import Overlap, Probe, overlap
+from autopar_torch.measure.room import Chain
 from autopar_torch.measure.samples import (
     Sample,
     Scales,
@@ -282,7 +283,7 @@ def test_only_what_close_plans_run_goes_on_being_measured() -> None:
     found.refine(*needs_of(plans[2:3], traced.graph, cluster, call.num_rows))
     found.round()
     sampled = {chain for chain, blocks in found.chains.items() if blocks.switched}
-    assert sampled == {((), False, call.num_rows // 2)} < set(found.chains)
+    assert sampled == {Chain((), False, False, call.num_rows // 2)} < set(found.chains)
     found.refine(*needs_of(plans, traced.graph, cluster, call.num_rows))
     found.round()
     assert all(blocks.switched for blocks in found.chains.values()), "what was left out comes back"

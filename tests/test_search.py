@@ -297,7 +297,7 @@ def test_when_nothing_fits_the_nearest_miss_is_told_by_category() -> None:
     with pytest.raises(SearchError) as caught:
         search(*given[:4], Constraints(memory_bytes=2**13))
     text = str(caught.value)
-    assert "nearest: tp=" in text and "optimizer" in text and "GiB" in text
+    assert "nearest: tp=" in text and "optimizer" in text and "MiB" in text
     assert text.count("; or ") == 2
 
 

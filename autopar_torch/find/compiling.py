@@ -27,7 +27,7 @@ from .session import cluster_of, session_on
 
 log = logging.getLogger("autopar_torch")
 ROUNDS = 4  # of both ways at least, if there is time
-GAIN = 0.01  # by less than that it may be chance
+GAIN = 0.03  # by less than that it may be chance
 
 
 def settled(parallel: ParallelModel, plan: Plan, traced: Traced, call: Call,

@@ -114,6 +114,11 @@ def _matmul(op: ShapedOp, first: int = 0, bias: int | None = None) -> list[DimFa
     """(..., M, K) @ (..., K, N), with equal leading dims; `bias` is added to the result."""
     a, b, extra = op.at(first), op.at(first + 1), None if bias is None else op.at(bias)
     rank, ra, rb = len(op.out), len(op.shapes[a or 0]), len(op.shapes[b or 0])
+    if 1 in (ra, rb):  # the other's rows (or columns), and the dim that both have
+        other, summed = (a, ra - 1) if rb == 1 else (b, rb - 2)
+        return [*(DimFactor({other: d}, d - (d > summed))  # type: ignore[dict-item]
+                  for d in range(max(ra, rb)) if d != summed),
+                DimFactor({a: ra - 1, b: max(rb - 2, 0)}, None)]  # type: ignore[dict-item]
 
     def ending(ins: dict[Any, int], d: int) -> DimFactor:
         return DimFactor({**ins, **_broadcast(op, d, (extra,))}, d)
@@ -126,6 +131,8 @@ def _matmul(op: ShapedOp, first: int = 0, bias: int | None = None) -> list[DimFa
 def _conv(op: ShapedOp, transposed: bool = False) -> list[DimFactor]:
     x, w, bias = op.at(0), op.at(1), op.at(2, "bias")
     groups = op.arg(6, "groups", 1)
+    if len(op.out) < len(op.shapes[w or 0]):
+        return []  # no batch
     batch = DimFactor({x: 0}, 0)  # type: ignore[dict-item]
     cout, cin = (1, 0) if transposed else (0, 1)
     ins = {w: cout} if bias is None else {w: cout, bias: 0}
@@ -191,7 +198,7 @@ def _transpose(op: ShapedOp) -> list[DimFactor]:
     if op.name == "permute":
         order = [d % rank for d in op.args[1]]  # type: ignore[union-attr]
     else:
-        a, b = (0, 1) if op.name == "t" else (op.args[1] % rank, op.args[2] % rank)  # type: ignore[operator]
+        a, b = (0, rank - 1) if op.name == "t" else (op.args[1] % rank, op.args[2] % rank)  # type: ignore[operator]
         order[a], order[b] = b, a  # type: ignore[index]
     return [DimFactor({0: source}, d) for d, source in enumerate(order)]
 
@@ -220,8 +227,9 @@ def _select(op: ShapedOp) -> list[DimFactor]:
 
 
 def _pad(op: ShapedOp) -> list[DimFactor]:
-    same = {d for d in range(len(op.out)) if op.shapes[0][d] == op.out[d]}
-    return first_input(op, set(range(len(op.out))) - same)
+    """Numbers in pairs, of the last dim first. 1 and -1 keep the size, yet move what is there."""
+    given, rank = list(op.args[1]), len(op.out)  # type: ignore[arg-type]
+    return first_input(op, {rank - 1 - k // 2 for k, number in enumerate(given) if number})
 
 
 def _index(op: ShapedOp) -> list[DimFactor]:
@@ -274,9 +282,12 @@ def _gather(op: ShapedOp) -> list[DimFactor]:
 
 
 def _cross_entropy(op: ShapedOp) -> list[DimFactor]:
+    if len(op.shapes[0]) == 1:
+        return []  # no rows
     dims = [d for d in range(len(op.shapes[0])) if d != 1]
-    by_token = [DimFactor({0: d, 1: max(d - 1, 0)}, None) for d in dims]
-    plain = op.args[3] is None and op.args[5] == 0.0 and len(op.shapes[0]) == 2
+    shares = op.shapes[0] == op.shapes[1]  # of every class, instead of one index
+    by_token = [DimFactor({0: d, 1: d if shares else max(d - 1, 0)}, None) for d in dims]
+    plain = op.args[3] is None and op.args[5] == 0.0 and len(op.shapes[0]) == 2 and not shares
     return [*by_token, DimFactor({0: 1}, -1)] if plain else by_token  # -1: comes out whole
 
 
@@ -318,7 +329,7 @@ _RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     **dict.fromkeys(["max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d",
                      "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
                      "upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest1d"],
-                    lambda op: first_input(op, range(2, len(op.out)))),
+                    lambda op: first_input(op, range(len(op.out) - int(op.name[-2]), len(op.out)))),
     "index": _index, **dict.fromkeys(["_grouped_mm", "grouped_mm_fallback"], _grouped_mm),
     "gather": _gather, "repeat_interleave": lambda op: first_input(op),
     "cross_entropy": _cross_entropy, "mean_over_rows": _mean_over_rows,

@@ -1,4 +1,4 @@
-"""Are compiled blocks quicker than uncompiled ones, and than the step of another checkout?
+"""Are compiled blocks quicker than uncompiled ones, or than steps of another checkout?
 
 Two ranks on the CPU (Gloo).  Both live in one process and take their steps in turn; --beside adds
 the steps of the package of another checkout, of an earlier day, in a process of its own on the same
