@@ -21,6 +21,9 @@ from .model import ModelGraph
 MOST_MICRO_BATCHES = 2**16  # each is an entry of an action list
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Precision = Literal["float32", "bfloat16"]
+# Of values that backward needs: False keeps all, True computes all of a block again, a number what
+# frees the most bytes per second, until so much of the seconds of forward is spent again.
+Recompute = bool | Annotated[float, Meta(gt=0.0, lt=1.0)]
 
 
 class Sharding(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
@@ -51,7 +54,7 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[tuple[Rank, ...], Meta(min_length=1)]
     blocks: tuple[Index, Index] | None = None  # first, end; None: balanced when the plan is applied
     mesh: tuple[Count, ...] = ()  # sizes of the tensor axes; (): one axis of all devices
-    recompute: bool = False
+    recompute: Recompute = False
     # Per block: index into Plan.shardings, -1: whole.
     shardings: tuple[Annotated[int, Meta(ge=-1, le=2**31)], ...] | None = None
     share: tuple[Count, ...] = ()  # per device; (): one each
@@ -134,7 +137,7 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def whole(self, stage: Stage) -> bool:
         """Whether the input part of a split backward does all of it. Keeping values for a weight
         part would undo what recomputing saves; only zero-bubble keeps them."""
-        return stage.recompute and self.schedule != "zero_bubble"
+        return stage.recompute is True and self.schedule != "zero_bubble"
 
     @staticmethod
     def uniform(
@@ -146,7 +149,7 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         schedule: ScheduleName = "1f1b",
         virtual: int = 1,
         zero: int = 0,
-        recompute: bool = False,
+        recompute: Recompute = False,
         precision: Precision = "float32",
         tp_mesh: tuple[int, ...] = (),
         bucket_bytes: int = BUCKET_BYTES,

@@ -16,7 +16,7 @@ from . import files
 from .cluster import Cluster
 from .errors import ProfileError
 from .limits import Amount, Count, Delta, Factor, Index, Name, Seconds, Signed, increase, refuse
-from .plan import Sharding
+from .plan import Recompute, Sharding
 
 Number = TypeVar("Number", int, float)
 Source = Literal["datasheet", "derived", "measured"]
@@ -52,14 +52,16 @@ class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def recomputed(self) -> BlockCost:
         """The same with recompute: backward runs forward again, and only its results are kept."""
-        return replace(
-            self,
-            backward_s=self.backward_s + self.forward_s,
-            input_s=self.input_s + self.forward_s,
-            comm_backward_s=self.comm_backward_s + self.comm_forward_s,
-            kept_bytes=self.out_bytes,
-            backward_bytes=self.backward_bytes + self.kept_bytes - self.out_bytes,
-        )
+        comm = self.comm_backward_s + self.comm_forward_s
+        return replace(self.again(1.0, 1.0), comm_backward_s=comm)
+
+    def again(self, freed: float, spent: float) -> BlockCost:
+        """The same where backward makes a part of what is kept, but for results, again, in a part
+        of the seconds of forward."""
+        size, seconds = freed * (self.kept_bytes - self.out_bytes), spent * self.forward_s
+        return replace(self, backward_s=self.backward_s + seconds, input_s=self.input_s + seconds,
+                       kept_bytes=self.kept_bytes - size,
+                       backward_bytes=self.backward_bytes + size)
 
 
 class BlockCosts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,7 +245,7 @@ class BlockNeed(Struct, frozen=True, dict=True):
     kind: str
     sharding: Sharding | None
     rows: int
-    recompute: bool = False  # forward computed again in backward
+    recompute: Recompute = False  # what of forward is computed again in backward
     compiled: bool = False
 
     @cached_property
@@ -363,7 +365,10 @@ def sharding_key(sharding: Sharding | None) -> str:
     return sharding.key if sharding else ""
 
 
-def program_key(sharding: Sharding | str | None, recompute: bool, compiled: bool = False) -> str:
+def program_key(sharding: Sharding | str | None, recompute: Recompute,
+                compiled: bool = False) -> str:
     """Names the program of a block (its sharding, or the key of that) and how it runs."""
-    own = sharding if isinstance(sharding, str) else sharding_key(sharding)
-    return own + (COMPILED if compiled else "") + (RECOMPUTE if recompute else "")
+    own = (sharding if isinstance(sharding, str) else sharding_key(sharding)) + COMPILED * compiled
+    if not recompute:
+        return own
+    return own + (RECOMPUTE if recompute is True else f"{RECOMPUTE} {recompute}")

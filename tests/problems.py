@@ -101,7 +101,7 @@ def unshared(seed: int) -> tuple[ModelGraph, list[Option], Lookup]:
     options = [Option((), (None,) * 7), Option((2,), tuple(split[b.kind] for b in blocks))]
     cells = [replace(cell, pieces=tuple(replace(p, added_s=draw.choice([-1e-3, 2e-3]))
                                         for p in cell.pieces))
-             for k in kinds for own in (None, split[k]) for cell in _cells(draw, k, own)]
+             for k in kinds for own in (None, split[k]) for cell in _cells(draw, k, own)[:2]]
     over = Overheads(update_s_per_byte=1e-8, update_s_per_tensor=1e-4, step_s=1e-3, action_s=1e-3,
                      micro_batch_s=2e-3, add_s_per_byte=1e-7, copy_s_per_byte=1e-9,
                      cut_s_per_byte=1.5e-9, fill_s_per_byte=2e-9)
@@ -144,6 +144,9 @@ def _cells(draw: random.Random, kind: str, sharding: Sharding | None) -> list[Bl
             for n in (1, 16)
         )
         found.append(BlockCosts(kind, program_key(sharding, recompute), pieces))
+    for part, freed, spent in ((0.1, 0.4, 0.02), (0.4, 0.7, 0.3)):
+        pieces = tuple(cost.again(freed, spent) for cost in found[0].pieces)
+        found.append(BlockCosts(kind, program_key(sharding, part), pieces))
     return found
 
 

@@ -34,7 +34,7 @@ def possible(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
 def unsplit(limits: Constraints) -> Plan:
     """What one process does of what was asked for."""
     plan = Plan.uniform(num_micro_batches=limits.num_micro_batches or 1,
-                        recompute=bool(limits.recompute), precision=limits.precision,
+                        recompute=limits.recompute or False, precision=limits.precision,
                         grad_dtype=limits.grad_dtype)
     return replace(plan, reason="one process")
 

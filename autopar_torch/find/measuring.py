@@ -23,7 +23,7 @@ from ..measure.room import PART, capped, chain_bytes
 from ..measure.session import Session
 from ..measure.stats import NOISE_LIMIT
 from ..model import ModelGraph
-from ..plan import Plan
+from ..plan import Plan, Recompute
 from ..profile import QUICK_S, BlockNeed, CurveNeed, Lookup, Profile, few, program_key
 from ..run.world import World
 from ..search.space import Candidate, Constraints, Option, candidates
@@ -183,14 +183,14 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
     plans = probes(found, options, len(traced.graph.blocks))
     plans += unequal_probes(options, len(traced.graph.blocks), cluster, num_rows, limits)
     blocks, curves = _asked(plans, traced.graph, cluster, num_rows, world)
-    wanted: dict[tuple[int, bool], set[int]] = {}
+    wanted: dict[tuple[int, Recompute], set[int]] = {}
     for c in found:
         wanted.setdefault((c.option, c.recompute), set()).add(c.rows(num_rows))
     by_key = {(need.kind, need.key): need for need in blocks}
     every: dict[BlockNeed, None] = {}
     for (index, recompute), rows in wanted.items():
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
-            recomputed = recompute and not traced.graph.kinds[block.kind].mutates
+            recomputed = not traced.graph.kinds[block.kind].mutates and recompute
             need = by_key[block.kind, program_key(sharding, recomputed)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None

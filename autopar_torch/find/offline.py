@@ -14,7 +14,7 @@ from ..plan import Plan, Precision, check, fit
 from ..profile import BlockCosts, BlockNeed, Overheads, Profile, few, merged
 from ..run import shardings
 from ..search.space import Constraints, Option, candidates
-from ..shard.estimate import estimate
+from ..shard.estimate import Again, estimate
 from ..shard.price import Prices
 from ..simulate.to_measure import block_needs
 from ..trace import Traced
@@ -93,7 +93,7 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
 def _costs(need: BlockNeed, traced: Traced, number: int, prices: Prices) -> BlockCosts:
     """Of the class with this number, at its prices."""
     cost = estimate(traced.programs[need.kind], need.sharding, prices._replace(rows=need.rows))
-    cost = cost.recomputed if need.recompute else cost
+    cost = Again(traced.programs[need.kind], need.sharding, prices)(cost, need.recompute)
     return BlockCosts(need.kind, need.key, (cost,), "datasheet", number)
 
 

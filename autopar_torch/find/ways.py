@@ -15,8 +15,8 @@ from ..errors import SearchError
 from ..plan import Plan, Stage
 from ..profile import BlockCosts, BlockNeed, Lookup, program_key
 from ..run.shardings import complete
-from ..search.space import Constraints, Option, divisors
-from ..shard.estimate import estimate
+from ..search.space import RECOMPUTES, Constraints, Option, divisors
+from ..shard.estimate import Again, estimate
 from ..shard.layout import Square, parse_forms, side
 from ..shard.price import Prices
 from ..shard.solve import Spatial
@@ -167,8 +167,9 @@ def estimated(traced: Traced, options: Sequence[Option], rows: Sequence[int],
             for k, own_prices in enumerate(prices[option.mesh]):
                 kept = tuple(estimate(traced.programs[block.kind], sharding,
                                       own_prices._replace(rows=n)) for n in rows)
-                recomputed = tuple(cost.recomputed for cost in kept)
-                for own, recompute in ((kept, False), (recomputed, True)):
+                again = Again(traced.programs[block.kind], sharding, own_prices)
+                for recompute in RECOMPUTES:
                     key = program_key(sharding, recompute)
+                    own = tuple(again(cost, recompute) for cost in kept)
                     found[block.kind, key, k] = BlockCosts(block.kind, key, own, "datasheet", k)
     return list(found.values())

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
 from ..model import Block, TensorInfo
 from ..profile import BlockCost, BlockNeed
-from ..shard.by_rows import again
+from ..shard.again import run_again
 from ..shard.collectives import Axis
 from ..shard.compiled import compiled
 from ..shard.layout import local_shape, parse_forms
@@ -99,9 +99,7 @@ class Runner:
             self.samples.setdefault("forward", []).append(sample)
 
     def run(self) -> tuple[Any, ...]:
-        if self.need.recompute:
-            return again(self.module, *self.args)
-        return self.module(*self.args)
+        return cast(tuple[Any, ...], run_again(self.module, self.args, self.need.recompute))
 
     def backward(self, how: str = "backward") -> None:
         """All of it, or "added": onto gradients that are there, or "input": only that part."""

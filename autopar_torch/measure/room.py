@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import fx
 
 from ..model import ModelGraph
+from ..plan import Recompute
 from ..profile import BlockNeed
 from ..shard.layout import Layouts, parse_forms, parse_layout, parts_of
 from ..shard.price import VIEWS, num_bytes
@@ -26,7 +27,7 @@ class Chain(NamedTuple):
     """Blocks of one kind of plan run after one another, as in a step of it."""
 
     mesh: tuple[int, ...]
-    recompute: bool
+    recompute: Recompute
     compiled: bool
     rows: int
 
@@ -60,7 +61,7 @@ def chain_bytes(needs: Sequence[BlockNeed], traced: Traced) -> float:
     for need in needs:
         copies = num_copies(traced.graph, need.kind)
         given, made, left = _block_bytes(need, traced)
-        lasting += copies * (given + 2 * left + (0.0 if need.recompute else made))
+        lasting += copies * (given + 2 * left + (0.0 if need.recompute is True else made))
         working = max(working, 3 * made if need.recompute else 2 * made)
     return lasting + working
 

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from .. import progress
-from ..cluster import Cluster
+from ..cluster import CPU_CORE, GPU, LOOPBACK, Cluster
 from ..errors import ProfileError
 from ..profile import (
     BlockCost,
@@ -24,7 +24,10 @@ from ..profile import (
     Profile,
     around,
     merged,
+    sharding_key,
 )
+from ..shard.estimate import Again
+from ..shard.price import Prices
 from ..trace import Traced
 from . import nvml
 from .blocks import BACKWARDS, Axes, Context, Ground, TimedChain
@@ -57,6 +60,7 @@ class Session:
         self.extras = Extras(device, _trained_sizes(traced), batch, lambda: context(rows))
         self.ground = Ground(device)
         self.chains: dict[Chain, TimedChain] = {}
+        self.derived: dict[tuple[str, str], Again] = {}
         self.rounds = 0
         self._take_up(chain for chain in self.asked if not (quick and self._derivable(chain)))
         self.wanted = list(self.chains.values())
@@ -66,7 +70,7 @@ class Session:
     def _derivable(self, chain: Chain) -> bool:
         """Whether a chain recomputes, and each of its blocks is measured with forward kept, too."""
         kept = set(self.asked.get(chain._replace(recompute=False), ()))
-        return chain.recompute and all(_kept(need) in kept for need in self.asked[chain])
+        return bool(chain.recompute) and all(_kept(need) in kept for need in self.asked[chain])
 
     def derives(self, blocks: Iterable[BlockNeed]) -> bool:
         """Whether some of these cells were derived so far, not measured."""
@@ -148,10 +152,20 @@ class Session:
         means = self._means(_values(cost)[1:] if cost else None, math.prod(chain.mesh))
         costs = {k: BlockCost(need.rows, *mean) for k, mean in enumerate(means) if mean}
         if derived:
-            return [BlockCosts(need.kind, need.key, (cost.recomputed,), "derived", k)
+            again = self._again(need)
+            return [BlockCosts(need.kind, need.key, (again(cost, need.recompute),), "derived", k)
                     for k, cost in costs.items()]
         return [BlockCosts(need.kind, need.key, (cost,), "measured", k)
                 for k, cost in costs.items()]
+
+    def _again(self, need: BlockNeed) -> Again:
+        """Worked out once for all numbers of rows."""
+        if (key := (need.kind, sharding_key(need.sharding))) not in self.derived:
+            mesh = need.sharding.mesh if need.sharding else ()
+            base = GPU if self.device.type == "cuda" else CPU_CORE
+            prices = Prices(base, (LOOPBACK,) * len(mesh), rows=need.rows)
+            self.derived[key] = Again(self.traced.programs[need.kind], need.sharding, prices)
+        return self.derived[key]
 
     def _switch_s(self) -> float:
         found = [chain.switch_s() for chain in self._alone()]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from ..model import Block, TensorInfo
-from ..plan import Plan, Stage, peers
-from ..shard.by_rows import again
+from ..plan import Plan, Recompute, Stage, peers
+from ..shard.again import run_again
 from ..shard.collectives import Axis
 from ..shard.compiled import compiled
 from ..shard.holdings import value_shape
@@ -29,7 +29,7 @@ class PlacedBlock(NamedTuple):
     block: Block
     args: tuple[tuple[str, str], ...]  # ("value" | "context" | "param", name) per placeholder
     results: tuple[str, ...]
-    recompute: bool
+    recompute: Recompute
     gathered: tuple[Held, ...]  # parameters to gather before and free after (ZeRO 3)
 
 
@@ -71,7 +71,7 @@ class StageRunner:
         held = [self.store.held[name] for name in block.params.values()]
         gathered = tuple(h for h in held if self.store.gathers_per_use(h))
         return PlacedBlock(block, tuple(_origin(block, p.name) for p in places),
-                    tuple(block.outputs.values()), self.stage.recompute and not kind.mutates,
+                    tuple(block.outputs.values()), not kind.mutates and self.stage.recompute,
                     gathered)
 
     def _program(self, index: int, rows: int, train: bool) -> fx.GraphModule:
@@ -130,7 +130,7 @@ class StageRunner:
             self.store.gather(placed.gathered)
         args = [self.store.held[name].leaf if kind == "param"
                 else (values if kind == "value" else context)[name] for kind, name in placed.args]
-        results = again(run, *args) if train and placed.recompute else run(*args)
+        results = run_again(run, args, placed.recompute) if train else run(*args)
         if placed.gathered:
             self._free_until_backward(placed, results, train)
         return cast(tuple[Tensor, ...], results)

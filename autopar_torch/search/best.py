@@ -106,7 +106,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     cluster = profile.profile.cluster
     tables = Tables(options, graph, profile, limits.precision, limits.grad_dtype, devices)
     num_devices = len(tables.devices)
-    found = candidates(options, graph, num_devices, num_rows, limits)
+    found = candidates(options, graph, num_devices, num_rows, limits, tables.recomputes)
     if not found:
         raise SearchError(
             f"no plan for {num_devices} devices and {num_rows} rows meets the constraints",

@@ -66,7 +66,7 @@ class Bounded:
         table = np.zeros((7, self.programs, len(first)))
         for row, i in enumerate(first):
             own = self.tables.columns(int(self.option[i]), int(self.rows[i]),
-                                      bool(self.recompute[i]))
+                                      self.found.recomputes[self.recompute[i]])
             table[:, : len(own), row] = own.T[:7]
         costs = table.take(which, 2)
         costs[: INPUT + 1] += self._least(gathering, 3)

@@ -99,7 +99,7 @@ class Pricer:
         packing = self.over.packing(self.op) if c.dp > 1 else 0.0
         last = sums if c.zero == 3 else packing * self.params.trained
         early, late = blocks.input, blocks.weight
-        if c.schedule == "1f1b" and c.recompute:  # see `Plan.whole`
+        if c.schedule == "1f1b" and c.recompute is True:  # see `Plan.whole`
             early, late = blocks.backward, np.zeros(len(sums))
         return np.array([blocks.forward, blocks.backward + more + sums, early, late + adding + sums,
                          blocks.backward + sums, late + sums, blocks.backward + more + last,

@@ -7,6 +7,7 @@ from itertools import groupby
 from ..plan import Plan, Replica
 from ..units import size, time
 from .best import Choice, Result
+from .space import recompute_text
 
 
 def short(plan: Plan, num_devices: int = 0) -> str:
@@ -32,7 +33,7 @@ def _replicas(plan: Plan) -> str:
         parts.append(plan.schedule + (f" x{virtual}" if virtual > 1 else ""))
         parts.append("blocks " + "|".join(_sizes(replica)))
     parts += [f"zero {plan.zero}"] if plan.zero else []
-    parts += ["recompute"] if replica.stages[0].recompute else []
+    parts += _recompute_text(replica)
     return ", ".join(parts)
 
 
@@ -42,8 +43,14 @@ def _in_words(replica: Replica) -> str:
     parts += ["blocks " + "|".join(_sizes(replica))] if len(replica.stages) > 1 else []
     parts.append(f"{replica.num_micro_batches} micro-batch(es)")
     parts += [f"{replica.rows} share(s) of the rows"] if replica.rows else []
-    parts += ["recompute"] if any(stage.recompute for stage in replica.stages) else []
+    parts += _recompute_text(replica)
     return ", ".join(parts)
+
+
+def _recompute_text(replica: Replica) -> list[str]:
+    """`recompute`, or `recompute 0.1` of forward; the most that a stage does."""
+    most = max(stage.recompute for stage in replica.stages)
+    return [recompute_text(most)] if most else []
 
 
 def _sizes(replica: Replica) -> list[str]:

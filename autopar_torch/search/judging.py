@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ..errors import SearchError
 from ..model import ModelGraph
-from ..plan import BUCKET_BYTES, MOST_MICRO_BATCHES, Plan, ScheduleName, Stage
+from ..plan import BUCKET_BYTES, MOST_MICRO_BATCHES, Plan, Recompute, ScheduleName, Stage
 from ..profile import Lookup, program_key
 from ..simulate import simulate
 from .best import SAFETY, Choice, search
@@ -65,7 +65,7 @@ class Judge:
         self.room_bytes = [(limits.memory_bytes or device.memory_bytes) / SAFETY
                            for device in self.cluster.classes]
         self.tables = Tables(options, graph, profile, limits.precision, limits.grad_dtype)
-        self.bounds = Bounds(self.tables, bool(limits.recompute), self.room_bytes)
+        self.bounds = Bounds(self.tables, limits.recompute or False, self.room_bytes)
         self.best: list[tuple[float, int, Choice]] = []
         self.serial = itertools.count()
         self.seen: Counter[str] = Counter()
@@ -141,7 +141,7 @@ class Judge:
 
     def measured(self, device: int, option: int) -> bool:
         """Whether all programs were measured on a class."""
-        recompute = bool(self.limits.recompute)
+        recompute = self.limits.recompute or False
         return all((kind, program_key(key, recompute), device) in self.profile.costs
                    for kind, key in self.tables.programs[option][0])
 
@@ -301,7 +301,8 @@ class Judge:
         peaks = [memory.peak_bytes for memory in timeline.memory]
         over = {rank for rank in plan.devices if peaks[rank] > room[rank]}
         if over:
-            again = _recomputing(plan, over) if self.limits.recompute is None else plan
+            again = plan if self.limits.recompute is not None else _recomputing(
+                plan, over, self.tables.recomputes)
             if again != plan:
                 self.offer(again)
             else:
@@ -331,10 +332,13 @@ class Judge:
         return self.tables.bucket_size(curve, whole / max(map(len, shape)))
 
 
-def _recomputing(plan: Plan, ranks: set[int]) -> Plan:
-    """The same with recompute on these ranks."""
+def _recomputing(plan: Plan, ranks: set[int], choices: Sequence[Recompute]) -> Plan:
+    """The same, where these ranks recompute more."""
+    more = dict(itertools.pairwise(choices))
+
     def changed(stage: Stage) -> Stage:
-        return replace(stage, recompute=True) if ranks & set(stage.devices) else stage
+        again = more.get(stage.recompute, True) if ranks & set(stage.devices) else stage.recompute
+        return replace(stage, recompute=again)
 
     return replace(plan, replicas=tuple(
         replace(replica, stages=tuple(map(changed, replica.stages)))

@@ -141,8 +141,9 @@ class Possible:
             if kept + tables.profile.overheads(device).fixed_bytes > judge.room_bytes[device]:
                 found[k] = np.inf
                 if judge.limits.recompute is None:
-                    again = tables.quickest(option, rows, True, device)
-                    found[k] = (again.forward + again.backward).sum()
+                    again = [tables.quickest(option, rows, recompute, device)
+                             for recompute in tables.recomputes[1:]]
+                    found[k] = min((own.forward + own.backward).sum() for own in again)
         return found
 
 

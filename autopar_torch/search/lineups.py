@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ScheduleName
+from ..plan import Recompute, ScheduleName
 from ..profile import Lookup, Overheads
 from ..simulate.walk import Pipeline, walk
 from .memory import between
@@ -24,7 +24,7 @@ MOST_CUTS = 400  # so many cuts of a lineup are all looked at; of more, those ne
 class Bounds:
     """What bounds of all lineups share: looked up once per group and number of rows."""
 
-    def __init__(self, tables: Tables, recompute: bool, room_bytes: Sequence[float]) -> None:
+    def __init__(self, tables: Tables, recompute: Recompute, room_bytes: Sequence[float]) -> None:
         self.tables, self.recompute, self.room_bytes = tables, recompute, room_bytes
         self._blocks: dict[tuple[Group, int], Least] = {}
         self._lineups: dict[Lineup, LineupBounds] = {}
@@ -122,7 +122,7 @@ class LineupBounds:
             own = self.shared.tables.blocks(group.option, rows, self.shared.recompute, group.device)
             forward, whole, early, late, added = (float(part[a:b].sum()) for part in (
                 own.forward, own.backward, own.input, own.weight, np.minimum(own.added, 0.0)))
-            if schedule == "1f1b" and self.shared.recompute:  # see `Plan.whole`
+            if schedule == "1f1b" and self.shared.recompute is True:  # see `Plan.whole`
                 early, late = whole, 0.0
             whole, early, late = whole + added + gathers[p], early + gathers[p], late + added
             last = sums[p] if last_too else 0.0

@@ -39,7 +39,7 @@ class Proposals:
 
     def run(self, groups: Sequence[Group]) -> None:
         judge, limits, rows = self.judge, self.judge.limits, self.judge.num_rows
-        pinned = [limits.recompute] if limits.recompute is not None else [False, True]
+        pinned = [limits.recompute] if limits.recompute is not None else judge.tables.recomputes
         # with different numbers of micro-batches, ZeRO 2 and 3 do what 1 does
         zeros = limits.zeros(2) if limits.zero else limits.zeros(2)[:2]
         bounded = sorted((own.ideal_s(rows // own.rows), k, own) for k, own in enumerate(

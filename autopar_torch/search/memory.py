@@ -31,7 +31,7 @@ class PositionMemory:
             self.lasting, params.trained, blocks.stash, blocks.kept,
             so_far(c.zero, c.dp, params, half_grads)])).tolist()
         self.kept = self.stash if c.schedule == "zero_bubble" else kept
-        self.splits_last = c.schedule == "1f1b" and not c.recompute
+        self.splits_last = c.schedule == "1f1b" and c.recompute is not True
         self.working, self.largest = blocks.working.tolist(), params.largest.tolist()
         self.came, self.again = came.tolist(), c.micro_batches > 1
         self.flight = in_flight(SCHEDULES.index(c.schedule), c.pp, c.micro_batches, c.virtual,

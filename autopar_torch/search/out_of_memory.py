@@ -8,7 +8,7 @@ from itertools import pairwise
 from ..errors import SearchError
 from ..units import size
 from .evaluate import Found, Pricer
-from .space import Candidate, Constraints
+from .space import Candidate, Constraints, recompute_text
 from .tables import Tables
 
 GIB = 2**30
@@ -42,7 +42,7 @@ def words(tables: Tables, c: Candidate) -> str:
     text = f"tp={tables.options[c.option].degree} pp={c.pp} dp={c.dp}"
     text += f" num_micro_batches={c.micro_batches}"
     text += f" zero={c.zero}" if c.zero else ""
-    return text + (" recompute" if c.recompute else "")
+    return text + (f" {recompute_text(c.recompute)}" if c.recompute else "")
 
 
 def _ways_out(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,

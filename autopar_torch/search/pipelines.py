@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..plan import Recompute
 from .memory import between
 from .shapes import Group, Lineup, Lineups, Sharing
 from .tables import Array, Tables, sums_before
@@ -62,8 +63,8 @@ class Grouping:
     """Groups of each class, micro-batches of so many rows, a ZeRO stage."""
 
     def __init__(self, tables: Tables, groups: Sequence[Group], num_groups: Sequence[int],
-                 room_bytes: Sequence[float], rows: int, zero: int, recomputes: Sequence[bool],
-                 first: Collection[Group],
+                 room_bytes: Sequence[float], rows: int, zero: int,
+                 recomputes: Sequence[Recompute], first: Collection[Group],
                  stages: dict[tuple[Group, int, int, int], Array]) -> None:
         self.tables, self.groups, self.num_groups = tables, groups, list(num_groups)
         self.room_bytes, self.rows, self.zero, self.recomputes = room_bytes, rows, zero, recomputes
@@ -209,7 +210,7 @@ class Grouping:
             self._stages[key] = best
         return self._stages[key]
 
-    def _spans(self, group: Group, from_end: int, recompute: bool) -> tuple[Array, Array]:
+    def _spans(self, group: Group, from_end: int, recompute: Recompute) -> tuple[Array, Array]:
         """First block x end: seconds and bytes of a stage so far from the last one."""
         tables = self.tables
         own = tables.blocks(group.option, self.rows, recompute, group.device)
@@ -362,7 +363,7 @@ def _best_basis(values: Array, uses: Array, have: Array) -> tuple[list[int], Arr
 
 def groupings(tables: Tables, groups: Sequence[Group], room_bytes: Sequence[float],
           row_counts: Sequence[int], zeros: Sequence[int],
-          recomputes: Sequence[bool]) -> Iterator[Grouping]:
+          recomputes: Sequence[Recompute]) -> Iterator[Grouping]:
     """One tensor degree per class, for every number of rows and ZeRO stage."""
     cluster = tables.cluster
     by_node = Counter(zip(cluster.node_of, cluster.class_of, strict=True))

@@ -186,10 +186,10 @@ def variants(case: Case, best: Choice) -> Iterator[Variant]:
     """The best plans that differ in one degree: why each degree is what it is."""
     c, _ = candidate_of(best.plan, case.options)
     tp = case.options[c.option].degree
-    near: dict[str, tuple[int, list[Any]]] = {
+    near: dict[str, tuple[float, list[Any]]] = {
             "tp": (tp, [tp // 2, tp * 2]), "pp": (c.pp, [c.pp // 2, c.pp * 2]),
             "dp": (c.dp, [c.dp // 2, c.dp * 2]), "zero": (c.zero, [0, 1, 2, 3]),
-            "recompute": (c.recompute, [not c.recompute])}
+            "recompute": (c.recompute, [False, True])}
     for name, (own, others) in near.items():
         if getattr(case.limits, name) is not None:
             yield Variant(f"{name}={own}", None, "was asked for")

@@ -119,7 +119,7 @@ def as_unequal_plan(shape: Lineups, places: Placement, cuts: Sequence[Sequence[i
                 table.append(sharding)
             numbers.append(-1 if sharding is None else table.index(sharding))
         return Stage(devices, blocks, option.mesh if group.degree > 1 else (),
-                     bool(limits.recompute), tuple(numbers) if numbers else None)
+                     limits.recompute or False, tuple(numbers) if numbers else None)
 
     replicas = tuple(
         Replica(tuple(map(stage, lineup, devices, pairwise(cut))), count,

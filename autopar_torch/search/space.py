@@ -18,6 +18,7 @@ from ..plan import (
     MOST_MICRO_BATCHES,
     Plan,
     Precision,
+    Recompute,
     Replica,
     ScheduleName,
     Sharding,
@@ -49,7 +50,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     zero: Literal[0, 1, 2, 3] | None = None
     num_micro_batches: Count | None = None
     schedule: ScheduleName | None = None
-    recompute: bool | None = None
+    recompute: Recompute | None = None
     max_virtual: Annotated[int, Meta(ge=1, le=64)] = 2
     precision: Precision = "float32"
     grad_dtype: Precision = "float32"  # type in which gradients are added up under bfloat16
@@ -81,7 +82,7 @@ class Candidate(NamedTuple):
     schedule: ScheduleName
     virtual: int
     zero: int
-    recompute: bool
+    recompute: Recompute
 
     def stages(self) -> int:
         return self.pp * self.virtual
@@ -98,13 +99,20 @@ class Candidate(NamedTuple):
 
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero_bubble", "interleaved")
+RECOMPUTES: tuple[Recompute, ...] = (False, 0.1, 0.4, True)  # parts: elementwise, with attention
+
+
+def recompute_text(recompute: Recompute) -> str:
+    """In words, where there is any."""
+    return "recompute" if recompute is True else f"recompute {recompute:g}"
 
 
 class Candidates(Sequence[Candidate]):
-    """All candidates as rows of numbers; indexing makes a `Candidate` of one row."""
+    """All candidates as rows of numbers; indexing makes a `Candidate` of one row. The last number
+    is the place of what recomputes among `recomputes`."""
 
-    def __init__(self, rows: NDArray[np.int64]) -> None:
-        self.rows = rows
+    def __init__(self, rows: NDArray[np.int64], recomputes: Sequence[Recompute]) -> None:
+        self.rows, self.recomputes = rows, recomputes
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -115,14 +123,16 @@ class Candidates(Sequence[Candidate]):
     def __getitem__(self, i: slice | NDArray[np.int64]) -> Candidates: ...
     def __getitem__(self, i: int | slice | NDArray[np.int64]) -> Candidate | Candidates:
         if not isinstance(i, (int, np.integer)):
-            return Candidates(self.rows[i])
-        option, pp, dp, count, code, virtual, zero, recompute = self.rows[i].tolist()
-        return Candidate(option, pp, dp, count, SCHEDULES[code], virtual, zero, bool(recompute))
+            return Candidates(self.rows[i], self.recomputes)
+        option, pp, dp, count, code, virtual, zero, again = self.rows[i].tolist()
+        return Candidate(option, pp, dp, count, SCHEDULES[code], virtual, zero,
+                         self.recomputes[again])
 
 
 def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, num_rows: int,
-               limits: Constraints) -> Candidates:
+               limits: Constraints, recomputes: Sequence[Recompute] = RECOMPUTES) -> Candidates:
     """Everything that fits the number of devices, blocks and rows."""
+    recomputes = recomputes if limits.recompute is None else (limits.recompute,)
     coupled = bool(graph.coupled or graph.writes)
     heads: list[tuple[int, ...]] = []
     for index, option in enumerate(options):
@@ -135,7 +145,8 @@ def candidates(options: Sequence[Option], graph: ModelGraph, num_devices: int, n
             dp = rest // pp
             if _allows(limits.dp, dp) and dp <= num_rows:
                 heads += _inner(index, pp, dp, num_rows, len(graph.blocks), coupled, limits)
-    return Candidates(_with_tails(np.array(heads, dtype=np.int64).reshape(-1, 6), limits))
+    rows = np.array(heads, dtype=np.int64).reshape(-1, 6)
+    return Candidates(_with_tails(rows, limits, len(recomputes)), recomputes)
 
 
 def _inner(index: int, pp: int, dp: int, num_rows: int, num_blocks: int, coupled: bool,
@@ -156,10 +167,10 @@ def _counts(dp: int, num_rows: int) -> list[int]:
     return [m for m in doubled if (num_rows % (dp * m) or m) >= m]
 
 
-def _with_tails(heads: NDArray[np.int64], limits: Constraints) -> NDArray[np.int64]:
+def _with_tails(heads: NDArray[np.int64], limits: Constraints,
+                num_recomputes: int) -> NDArray[np.int64]:
     """Combine each with every ZeRO stage and recompute; a single replica has no use for ZeRO."""
-    choices = [choice for choice in (False, True) if _allows(limits.recompute, choice)]
-    alone, many = ([(zero, recompute) for zero in limits.zeros(dp) for recompute in choices]
+    alone, many = ([(zero, again) for zero in limits.zeros(dp) for again in range(num_recomputes)]
                    for dp in (1, 2))
     tails = np.array([*alone, *many], dtype=np.int64).reshape(-1, 2)
     single = heads[:, 2] == 1

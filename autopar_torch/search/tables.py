@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..model import ModelGraph, TensorInfo, item_bytes, leaf_type
-from ..plan import BUCKET_BYTES, Precision, Sharding
+from ..plan import BUCKET_BYTES, Precision, Recompute, Sharding
 from ..profile import BlockCost, Curve, Lookup, program_key, sharding_key
 from ..shard.eliminate import Array
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.walk import Pipeline, walk
 from .borders import FreeCuts, free_cuts
-from .space import Candidate, Option
+from .space import RECOMPUTES, Candidate, Option
 
 BUSY = 0.5  # part of a core: sending that takes more leaves little for computing
 SMALL_BYTES = 2 * 2**20  # of a bucket
@@ -75,8 +75,8 @@ class Tables:
         self.overheads = profile.slowest_overheads(self.classes)
         self.precision = precision
         self.half_grads = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
-        self._columns: dict[tuple[int, int, bool, int | None], Array] = {}
-        self._blocks: dict[tuple[int, int, bool, int | None], Blocks] = {}
+        self._columns: dict[tuple[int, int, Recompute, int | None], Array] = {}
+        self._blocks: dict[tuple[int, int, Recompute, int | None], Blocks] = {}
         self._params: dict[int, Params] = {}
         self._sends: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._curves: dict[tuple[str, int, int, int], Curve] = {}
@@ -90,6 +90,13 @@ class Tables:
     @property
     def cluster(self) -> Cluster:
         return self.profile.profile.cluster
+
+    @cached_property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """Of what may recompute: what the profile knows."""
+        names = {cell.sharding for cell in self.profile.profile.cells}
+        return tuple(r for r in RECOMPUTES if isinstance(r, bool) or any(
+            name.endswith(program_key("", r)) for name in names))
 
     def curve(self, op: str, start: int, step: int, count: int) -> Curve:
         """The curve of ranks at equal distances."""
@@ -167,7 +174,7 @@ class Tables:
         order, starts = self._sorted[option]
         return np.minimum.reduceat(values[order], starts)
 
-    def columns(self, option: int, rows: int, recompute: bool,
+    def columns(self, option: int, rows: int, recompute: Recompute,
                 device: int | None = None) -> Array:
         """Per program of an option: the fields of `Blocks`, on the slowest class or on one."""
         key = (option, rows, recompute, device)
@@ -178,20 +185,20 @@ class Tables:
             ])
         return self._columns[key]
 
-    def cost(self, kind: str, own: str, rows: int, recompute: bool,
+    def cost(self, kind: str, own: str, rows: int, recompute: Recompute,
              device: int | None = None) -> BlockCost:
-        key = program_key(own, recompute and not self.graph.kinds[kind].mutates)
+        key = program_key(own, not self.graph.kinds[kind].mutates and recompute)
         classes = self.classes if device is None else (device,)
         return self.profile.slowest(kind, key, rows, classes)
 
-    def blocks(self, option: int, rows: int, recompute: bool,
+    def blocks(self, option: int, rows: int, recompute: Recompute,
                device: int | None = None) -> Blocks:
         key = (option, rows, recompute, device)
         if key not in self._blocks:
             self._blocks[key] = Blocks(*self.columns(*key).T[:, self.programs[option][1]])
         return self._blocks[key]
 
-    def quickest(self, option: int, rows: int, recompute: bool, device: int) -> Least:
+    def quickest(self, option: int, rows: int, recompute: Recompute, device: int) -> Least:
         own = self.blocks(option, rows, recompute, device)
         backward = np.minimum(own.backward, own.input + own.weight)
         added = np.minimum(own.added, 0.0)

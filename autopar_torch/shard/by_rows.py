@@ -7,14 +7,14 @@ multiplies them by the gradient of the loss. It is done where that is less to ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..model import TensorInfo, at_rows
 from .layout import local_shape
@@ -235,17 +235,17 @@ class _ByRows(torch.autograd.Function):
 
 
 def _same(value: Tensor) -> Tensor:
-    return value
+    return value.detach()
 
 
 _first: ContextVar[bool] = ContextVar("first", default=False)  # all of it runs again for backward
 
 
-def again(program: Callable[..., Any], *args: Any) -> Any:
-    """Run a program that backward runs again; only its results are kept. Gradients of a loss are
-    not wanted until then."""
+@contextlib.contextmanager
+def first_run() -> Iterator[None]:
+    """A run that backward repeats: gradients of a loss are not wanted until then."""
     token = _first.set(True)
     try:
-        return cast(Any, checkpoint)(program, *args, use_reentrant=False)
+        yield
     finally:
         _first.reset(token)

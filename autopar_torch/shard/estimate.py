@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 
 from torch import fx
 
 from ..model import TensorInfo
-from ..plan import Sharding
+from ..plan import Recompute, Sharding
 from ..profile import BlockCost
+from .again import Drop, Savings, path, within
 from .by_rows import tails
 from .layout import Forms, parse_forms, parts_of
 from .price import VIEWS, Prices, convert_seconds, num_bytes, op_seconds
@@ -32,6 +34,8 @@ class _Estimate:
         self.kept += sum(tail.bytes_kept for tail in found.values())
         self.pieces = {n: tail.pieces for loss, tail in found.items() for n in tail.inside(loss)}
         self.done: set[tuple[str, Forms, Forms]] = set()
+        self.saved: dict[str, float] = {}  # by what made it
+        self.seconds: dict[str, float] = {}
 
     def run(self) -> BlockCost:
         for node in self.graph.nodes:
@@ -51,6 +55,7 @@ class _Estimate:
         choice = self.choices.get(node)
         seconds = op_seconds(node, self.prices, choice.share if choice else 1)
         self.compute += seconds
+        self.seconds[node.name] = seconds
         if choice:
             ahead, back, block = ring_costs(node, choice, self.mesh, self.prices, seconds)
             self.comm_forward += ahead
@@ -62,6 +67,8 @@ class _Estimate:
         if node.meta["info"] is not None and node not in self.pieces and any(
                 user.op == "call_function" and op_name(user) not in _LINEAR for user in node.users):
             self.kept += size
+            owner = _owner(node)
+            self.saved[owner] = max(size, self.saved.get(owner, 0.0))
         for k, value in enumerate(n for n in node.all_input_nodes if n.meta.get("info")):
             if choice:
                 self._convert(value, choice.ins[k])
@@ -103,6 +110,40 @@ class _Estimate:
             self.comm_backward += convert_seconds(
                 then.grad, have.grad, size, self.mesh, self.prices
             )
+
+
+def _owner(node: fx.Node) -> str:
+    """Whose memory a value shows."""
+    while node.op == "call_function" and op_name(node) in VIEWS:
+        node = node.all_input_nodes[0]
+    return node.name
+
+
+class Again:
+    """From what a block costs to what it costs where backward makes values again."""
+
+    def __init__(self, graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> None:
+        self.graph, self.sharding, self.prices = graph, sharding, prices
+
+    def __call__(self, cost: BlockCost, recompute: Recompute) -> BlockCost:
+        if not recompute or recompute is True:
+            return cost.recomputed if recompute else cost
+        return cost.again(*self._parts(recompute))
+
+    def _parts(self, recompute: float) -> tuple[float, float]:
+        """Of the bytes that are kept beside results, and of the seconds of forward."""
+        made, path = self._path
+        steps = within(path, recompute * made.compute)
+        return (steps[-1].freed / made.kept, steps[-1].seconds / made.compute) if steps else (0, 0)
+
+    @cached_property
+    def _path(self) -> tuple[_Estimate, list[Drop]]:
+        graph, made = self.graph, _Estimate(self.graph, self.sharding, self.prices)
+        made.run()
+        others = {_owner(n) for n in graph.find_nodes(op="output")[0].all_input_nodes}
+        others |= {n.name for n in graph.find_nodes(op="placeholder")}
+        saved = {name: size for name, size in made.saved.items() if name not in others}
+        return made, path(graph, Savings(saved, made.seconds, others))
 
 
 def estimate(graph: fx.Graph, sharding: Sharding | None, prices: Prices) -> BlockCost:

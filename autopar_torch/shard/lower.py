@@ -146,6 +146,8 @@ class Lowering:
             ready |= {n: self.env[n] for n in node.all_input_nodes if n not in ready}
             self.have[node] = choice.made
         self.env[node] = self._special(node, choice, ready) or self._plain(node, choice, ready)
+        self.env[node].meta.setdefault(
+            "part", (node, choice.share if choice is not None else 1, self.rows))
         if tail := self.tails.get(node):
             self.env[node] = self._by_rows(self.env[tail.product], self.env[node], tail.pieces)
 

@@ -184,7 +184,7 @@ class Costs:
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
-        recompute = stage.recompute and not self.graph.kind_of(index).mutates
+        recompute = not self.graph.kind_of(index).mutates and stage.recompute
         key = program_key(self.plan.sharding(stage, index), recompute,
                           block.kind in self.plan.compiled)
         cost = self.profile.cost(block.kind, key, rows, self.class_of[rank])
