@@ -73,8 +73,8 @@ def middle_program(attention: str) -> tuple[fx.GraphModule, list[Any]]:
     found: list[tuple[fx.GraphModule, list[Any]]] = []
     made = StageRunner._program
 
-    def spy(self: StageRunner, index: int, rows: int) -> Any:
-        program = made(self, index, rows)
+    def spy(self: StageRunner, index: int, rows: int, train: bool) -> Any:
+        program = made(self, index, rows, train)
         return lambda *args: (found.append((program, list(args))), program(*args))[1]
 
     with pytest.MonkeyPatch.context() as patch:
