@@ -222,6 +222,8 @@ def main() -> int:
     parser.add_argument("--plans", default="dp2,tp2,pp2")
     parser.add_argument("--quick", action="store_true", help="every tenth")
     parser.add_argument("--json", default="")
+    parser.add_argument("--earlier", default="",
+                        help="the --json of an earlier run: what --only does not name stands there")
     parser.add_argument("--markdown", default="", help="where the table is written to")
     parser.add_argument("--logs", default="", help="a new folder that keeps what the ranks said")
     options = parser.parse_args()
@@ -230,12 +232,17 @@ def main() -> int:
     asked = [own for task in options.kind.split(",") for own in listed(task)]
     if unknown := [plan for plan in plans if plan not in PLANS]:
         parser.error(f"no plan is called {unknown[0]}: there are {', '.join(PLANS)}")
+    known = {(row["task"], row["name"]): Row(**row) for row in json.loads(
+        Path(options.earlier).read_text())} if options.earlier else {}
     if options.only:
-        asked = [own for own in asked if own.name in options.only.split(",")]
+        named = options.only.split(",")
+        known = {key: row for key, row in known.items() if key[1] not in named}
+        asked = [own for own in asked if own.name in named or (own.task, own.name) in known]
     warm_up()
     with tempfile.TemporaryDirectory(prefix="coverage-") as scratch:
         for own in asked[::10] if options.quick else asked:
-            row = in_a_process(own, plans, Path(options.logs or scratch))
+            row = known.get((own.task, own.name)) or in_a_process(
+                own, plans, Path(options.logs or scratch))
             shown = row.broken or " | ".join(f"{text(c)[:60]:60}" for c in row.cells.values())
             print(f"{own.task:9}{own.name:28}{'not built: ' if row.broken else ''}{shown}",
                   flush=True)
