@@ -93,10 +93,19 @@ class Tables:
 
     @cached_property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Of what may recompute: what the profile knows."""
-        names = {cell.sharding for cell in self.profile.profile.cells}
-        return tuple(r for r in RECOMPUTES if isinstance(r, bool) or any(
-            name.endswith(program_key("", r)) for name in names))
+        """Of what may recompute: what the profile knows, and what changes the cost of a block."""
+        costs = {(cell.kind, cell.sharding, cell.device): cell.pieces
+                 for cell in self.profile.profile.cells}
+
+        def changes(less: Recompute, more: Recompute) -> bool:
+            end = program_key("", more)
+            plain = program_key("", less)
+            return any(sharding.endswith(end) and pieces != costs.get(
+                (kind, sharding.removesuffix(end) + plain, device))
+                for (kind, sharding, device), pieces in costs.items())
+
+        return tuple(r for k, r in enumerate(RECOMPUTES) if isinstance(r, bool) or changes(
+            RECOMPUTES[k - 1], r))
 
     def curve(self, op: str, start: int, step: int, count: int) -> Curve:
         """The curve of ranks at equal distances."""
