@@ -205,3 +205,25 @@ def test_a_part_is_made_again_where_all_does_not_fit(tmp_path: Path) -> None:
         assert found["recompute"] in PARTS
         assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-6)
         assert found["off"] < 1e-5
+
+
+def test_a_block_of_a_thousand_values_is_no_longer_to_choose_from_than_to_trace() -> None:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for _ in range(1000):
+        value = graph.call_function(torch.ops.aten.silu.default, (value,))
+    graph.output(value)
+    names = [node.name for node in graph.nodes if node.op == "call_function"]
+    costs = again.Savings(dict.fromkeys(names, 1.0), dict.fromkeys(names, 1e-6), ())
+    asked = 0
+
+    def counted(*args: Any) -> float:
+        nonlocal asked
+        asked += 1
+        return seconds(*args)
+
+    seconds = again._seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again, "_seconds", counted)
+        assert len(again.path(graph, costs)) == 1000
+    assert asked < 10_000

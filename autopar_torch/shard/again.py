@@ -8,6 +8,8 @@ Nothing that draws random numbers or exchanges runs twice, but where all of a bl
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -45,15 +47,18 @@ def path(graph: fx.Graph, costs: Savings) -> list[Drop]:
     """Values in the order in which they are dropped, each that which frees the most bytes per
     second beside those before it: the Pareto set of bytes and seconds, as far as greed finds it."""
     found: list[Drop] = []
-    left = {name for name in costs.saved if _rerun(graph, costs, [name]) is not None}
+    names = [name for name in costs.saved if _rerun(graph, costs, [name]) is not None]
+    left = [(-math.inf, name) for name in sorted(names)]  # less bytes per second, as last known
     freed, spent = 0.0, 0.0
     while left:
-        dropped = [step.name for step in found]
-        extra = {name: _seconds(graph, costs, [*dropped, name]) for name in sorted(left)}
-        best = max(extra, key=lambda name: costs.saved[name] / max(extra[name] - spent, 1e-12))
-        freed, spent = freed + costs.saved[best], extra[best]
+        _, best = heapq.heappop(left)
+        seconds = _seconds(graph, costs, [*(step.name for step in found), best])
+        known = -costs.saved[best] / max(seconds - spent, 1e-12)
+        if left and known > left[0][0]:  # another may be better by now
+            heapq.heappush(left, (known, best))
+            continue
+        freed, spent = freed + costs.saved[best], seconds
         found.append(Drop(best, freed, spent))
-        left.remove(best)
     return found
 
 
