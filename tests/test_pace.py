@@ -100,6 +100,9 @@ def _loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 @pytest.mark.slow
 def test_a_rank_whose_core_is_taken_is_named() -> None:
-    told = [text for text in run_ranks(2, "test_pace:trained", [150, 450], True)[0]
-            if "of what was usual" in text]
+    told: list[str] = []
+    tries = 3  # where the whole machine is busy, noise hides a core that is taken
+    while not told and (tries := tries - 1) >= 0:
+        told = [text for text in run_ranks(2, "test_pace:trained", [150, 450], True)[0]
+                if "of what was usual" in text]
     assert told and told[0].startswith("rank 1 (pid") and "times as long in a step" in told[0]

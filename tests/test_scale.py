@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autopar_torch as ap
+import test_uneven_ranks as uneven
 import zoo
 from autopar_torch.plan import check, peer_groups
 from autopar_torch.run import shardings, tracing
@@ -139,6 +140,17 @@ def test_what_a_rank_knows_by_itself_is_what_all_boxes_together_say(
             mine = [atom for atom in found if rank in atom.holders]
             assert [tuple(own.boxes)] == [a.boxes for a in mine] or not (own.boxes or mine)
             assert own.speaks == any(a.holders[0] == rank for a in mine) or not own.boxes
+
+
+@pytest.mark.parametrize("case", ["tp2 + tp1, ZeRO 1", "pieces, pp2 + pp1, ZeRO 3",
+                                  "1 idles, ZeRO 2", "rows 2:1:1, ZeRO 3"])
+def test_ranks_agree_on_who_speaks_where_their_pieces_differ(case: str, nanogpt: Traced) -> None:
+    graph, plan = nanogpt.graph, uneven.PLANS[3][case]
+    plan = shardings.complete(shardings.fit(plan, graph), nanogpt, 1)
+    for name, everyone in all_holdings(plan, graph).items():
+        owns = [own_of(shares_of(plan, graph, rank).get(name), graph.params[name].shape, everyone)
+                for rank in plan.devices]
+        assert len({own and own.speaker for own in owns}) == 1
 
 
 def _groups(plan: ap.Plan, graph: Any) -> Iterator[list[tuple[int, ...]]]:

@@ -94,7 +94,8 @@ class Own(NamedTuple):
 
 def own_of(share: Share | None, shape: tuple[int, ...], everyone: Holders) -> Own | None:
     """None where parts overlap in other ways, as under uneven plans. No share: a rank has none."""
-    if not everyone.are_regular or (share and share.team.shares):
+    teams = [everyone.team(everyone[0].rank), *([share.team] if share else [])]
+    if not everyone.are_regular or any(team.shares for team in teams):
         return None
     if share is None:
         return Own([], False, everyone[0].rank)
