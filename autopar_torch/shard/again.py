@@ -46,19 +46,23 @@ class Savings(NamedTuple):
 def path(graph: fx.Graph, costs: Savings) -> list[Drop]:
     """Values in the order in which they are dropped, each that which frees the most bytes per
     second beside those before it: the Pareto set of bytes and seconds, as far as greed finds it."""
-    found: list[Drop] = []
-    names = [name for name in costs.saved if _rerun(graph, costs, [name]) is not None]
+    nodes = {node.name: node for node in graph.nodes}
+    names = [name for name in costs.saved if _more(nodes[name], {}, costs, {name}) is not None]
     left = [(-math.inf, name) for name in sorted(names)]  # less bytes per second, as last known
+    found, gone, run = list[Drop](), set[str](), dict[fx.Node, None]()
     freed, spent = 0.0, 0.0
     while left:
         _, best = heapq.heappop(left)
-        seconds = _seconds(graph, costs, [*(step.name for step in found), best])
-        known = -costs.saved[best] / max(seconds - spent, 1e-12)
+        more = _more(nodes[best], run, costs, gone | {best}) or {}
+        seconds = sum(costs.seconds.get(node.name, 0.0) for node in more)
+        known = -costs.saved[best] / max(seconds, 1e-12)
         if left and known > left[0][0]:  # another may be better by now
             heapq.heappush(left, (known, best))
             continue
-        freed, spent = freed + costs.saved[best], seconds
+        freed, spent = freed + costs.saved[best], spent + seconds
         found.append(Drop(best, freed, spent))
+        gone.add(best)
+        run |= more
     return found
 
 
@@ -67,33 +71,34 @@ def within(steps: Sequence[Drop], seconds: float) -> Sequence[Drop]:
     return steps[: max((k + 1 for k, s in enumerate(steps) if s.seconds <= seconds), default=0)]
 
 
-def _seconds(graph: fx.Graph, costs: Savings, dropped: Sequence[str]) -> float:
-    run = _rerun(graph, costs, dropped) or ()
-    return sum(costs.seconds.get(node.name, 0.0) for node in run)
-
-
-def _rerun(graph: fx.Graph, costs: Savings, dropped: Sequence[str]) -> list[fx.Node] | None:
-    """What runs again to make some values from those that are kept; None if not all of it may."""
-    gone, run = set(dropped), set[fx.Node]()
-    todo = [node for node in graph.nodes if node.name in gone]
-    while todo:
-        node = todo.pop()
-        if node in run or _is_there(node, costs, gone):
-            continue
-        if not _may_rerun(node):
-            return None
-        run.add(node)
-        todo += node.all_input_nodes
+def _rerun(graph: fx.Graph, costs: Savings, dropped: Sequence[str]) -> list[fx.Node]:
+    """What runs again to make some values from those that are kept."""
+    gone, run = set(dropped), dict[fx.Node, None]()
+    for node in graph.nodes:
+        if node.name in gone:
+            run |= _more(node, run, costs, gone) or {}
     return [node for node in graph.nodes if node in run]
 
 
-def _is_there(node: fx.Node, costs: Savings, gone: set[str]) -> bool:
+def _more(node: fx.Node, run: Collection[fx.Node], costs: Savings,
+          gone: Collection[str]) -> dict[fx.Node, None] | None:
+    """What runs again besides `run` to make one more of the values that are gone, in an order that
+    is the same on all ranks; None if not all of it may."""
+    more, todo = dict[fx.Node, None](), [node]
+    while todo:
+        node = todo.pop()
+        if node in run or node in more or _is_there(node, costs, gone):
+            continue
+        if node.op != "call_function" or node.kwargs.get("overwrite") or is_random(node):
+            return None
+        more[node] = None
+        todo += node.all_input_nodes
+    return more
+
+
+def _is_there(node: fx.Node, costs: Savings, gone: Collection[str]) -> bool:
     return node.name not in gone and (
         node.op == "placeholder" or node.name in costs.there or node.name in costs.saved)
-
-
-def _may_rerun(node: fx.Node) -> bool:
-    return node.op == "call_function" and not node.kwargs.get("overwrite") and not is_random(node)
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ class Dropping:
         self.dropped = [step.name for step in steps]
         self.packs = {name: packs for name, packs in look.packs.items()
                       if any(pack.owner in self.dropped for pack in packs)}
-        run = _rerun(graph, costs, self.dropped) or []
+        run = _rerun(graph, costs, self.dropped)
         read = {n for node in run for n in node.all_input_nodes} - set(run)
         self.reads = [node for node in graph.nodes if node in read]
         self.again = self._again(look.program, run)
