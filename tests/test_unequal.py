@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import zoo
 from autopar_torch import api
 from autopar_torch.cluster import Cluster, Device, Link
 from autopar_torch.errors import SearchError
@@ -36,7 +37,6 @@ from autopar_torch.simulate import simulate
 from autopar_torch.simulate.network import lookup
 from autopar_torch.simulate.to_measure import needs_of
 from problems import Problem, problem, unequal
-from zoo import NanoGPT
 
 SOME = settings(deadline=None, max_examples=12)
 MANY = settings(deadline=None, max_examples=300)
@@ -254,7 +254,7 @@ def test_one_more_device_never_makes_a_step_longer_in_many_cases(seed: int) -> N
 def test_the_search_leaves_out_devices_that_only_slow_it_down() -> None:
     """Eight quick devices beside eight or two slow ones: the seconds are those of eight."""
     with torch.device("meta"):
-        model = NanoGPT(512, 2048, 8, 16, 512)
+        model = zoo.NanoGPT(512, 2048, 8, 16, 512)
     batch = {name: torch.empty(16, 512, dtype=torch.int64, device="meta")
              for name in ("idx", "targets")}
     found = {name: api.plan(model, batch, name, precision="bfloat16").step_s
@@ -265,7 +265,7 @@ def test_the_search_leaves_out_devices_that_only_slow_it_down() -> None:
 @pytest.mark.parametrize("pins", [{"pp": 2}, {"dp": 8}, {"num_micro_batches": 2}, {"tp": 2}])
 def test_pins_hold_on_many_devices_that_differ(pins: dict[str, int]) -> None:
     with torch.device("meta"):
-        model = NanoGPT(512, 2048, 8, 16, 512)
+        model = zoo.NanoGPT(512, 2048, 8, 16, 512)
     batch = {name: torch.empty(32, 512, dtype=torch.int64, device="meta")
              for name in ("idx", "targets")}
     plan = api.plan(model, batch, "8xH100 + 8xA100-80", precision="bfloat16",
@@ -315,6 +315,15 @@ def test_one_replica_of_each_shape_stands_for_the_others(seed: int) -> None:
         assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
         pairs = zip(short.memory, whole.memory, strict=True)
         assert all(a.peak_bytes >= b.peak_bytes for a, b in pairs)
+
+
+def test_a_batch_of_fewer_rows_than_devices_leaves_some_idle_or_says_why_no_plan_fits() -> None:
+    model, batch = zoo.build("nanogpt"), zoo.batch("nanogpt", 2)
+    found = api.plan(model, batch, "5x8xH100 + 4x8xT4", global_batch_size=1)
+    assert len(found.plan.devices) < 72 == found.num_devices
+    with pytest.raises(SearchError, match=r"fits into 10\.0 KiB per device"):
+        api.plan(model, batch, "5x8xH100 + 4x8xT4", global_batch_size=1,
+                 constraints={"memory_bytes": 10 * 2**10})
 
 
 def test_a_plan_in_words_says_how_many_devices_idle() -> None:

@@ -13,7 +13,7 @@ from ..errors import PlanError, ProfileError
 from ..plan import Plan, Precision, check, fit
 from ..profile import BlockCosts, BlockNeed, Overheads, Profile, few, merged
 from ..run import shardings
-from ..search.space import Constraints, Option, candidates
+from ..search.space import Constraints, Option, candidates, divisors
 from ..shard.estimate import Again, estimate
 from ..shard.price import Prices
 from ..simulate.to_measure import block_needs
@@ -111,9 +111,9 @@ def priced(traced: Traced, num_rows: int, cluster: Cluster, limits: Constraints,
     """What the datasheets of a cluster say about ways to split the model."""
     groups = {option.mesh: ways.neighbours(cluster, option.mesh) for option in options}
     found = candidates(options, traced.graph, cluster.num_devices, num_rows, limits)
-    rows = few(sorted({c.rows(num_rows) for c in found}), MOST_ROWS)
+    rows = few(sorted({c.rows(num_rows) for c in found}) or divisors(num_rows), MOST_ROWS)
     prices = {mesh: _prices(cluster, mesh, own) for mesh, own in groups.items()}
-    costs = ways.estimated(traced, options, rows, prices) if rows else []
+    costs = ways.estimated(traced, options, rows, prices)
     return Profile(cluster, tuple(costs), assumed=True,
                    overheads=tuple(overheads(d, limits.precision) for d in cluster.classes))
 

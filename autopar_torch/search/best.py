@@ -110,7 +110,7 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     if not found:
         raise SearchError(
             f"no plan for {num_devices} devices and {num_rows} rows meets the constraints",
-            where="constraints", fix="leave tp, pp, dp, zero, schedule or num_micro_batches open",
+            where="constraints", fix="pin less of tp, pp, dp, zero; or give more rows",
         )
     capacity_bytes = limits.capacity_bytes(cluster, devices)
     hunt = _Hunt(tables, found, num_rows, capacity_bytes / SAFETY, kept, exhaustive)

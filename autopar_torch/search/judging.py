@@ -129,7 +129,7 @@ class Judge:
                     found = search(self.graph, options, self.profile, self.num_rows, self.limits,
                                    kept=1 if self.many else self.kept, devices=devices)
                 except SearchError as error:
-                    self.nothing = error
+                    self.nothing = self.nothing or error if error.where == "constraints" else error
                     continue
                 self.seen["considered"] += found.considered
                 self.discarded.update(found.discarded)
