@@ -18,12 +18,10 @@ What holds for `Regret`, for steps that are short beside the price P (tests/test
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from .limits import Delta
 
@@ -69,13 +67,3 @@ class Regret(Struct, frozen=True, forbid_unknown_fields=True):
                     / (step_s - other.step_s)
                     for name, other in others.items() if other.step_s < step_s),
                    default=float("inf"))
-
-
-def hindsight(lost_s: Sequence[Sequence[float]], price_s: float, first: int = 0) -> float:
-    """The least that moves at the right times lose: per step, what each plan loses. (A dynamic
-    program over steps and plans.)"""
-    best: NDArray[np.float64] = np.full(len(lost_s[0]), price_s)
-    best[first] = 0.0
-    for own in lost_s:
-        best = np.minimum(best, best.min() + price_s) + np.asarray(own)
-    return float(best.min())

@@ -15,6 +15,7 @@ import autopar_torch as ap
 import claims
 import zoo
 from autopar_torch.errors import PlanError, RunError
+from autopar_torch.plan import Replica, Stage
 from nets import ALL, DP2, PP2, TP2, Net, batch, near, net, parallel, refused, step_losses
 
 
@@ -78,6 +79,38 @@ def slow_claim_the_first_call_may_be_an_evaluation() -> None:
         assert near(model(*batch())[1], net()(*batch())[1])
     model.train()
     assert near(step_losses(model), step_losses(net()))
+
+
+class Dropped(nn.Module):
+    """Its dropout layers are blocks of their own in training, and nothing in evaluation."""
+
+    def __init__(self, turned: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 8),
+                                     nn.Dropout(0.5), nn.Linear(8, 4)])
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [3, 1, 0, 5] if self.turned and not self.training else range(6)
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
+def claim_layers_that_only_training_has_are_left_out_of_evaluation() -> None:
+    alone = ap.Plan((Replica((Stage((0,), (0, 4)), Stage((1,), (4, 5)), Stage((0,), (5, 6)))),))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for plan in (alone, *(ap.Plan.uniform(**degrees) for degrees in ALL)):
+        model, plain = ap.parallelize(Dropped(), plan=plan), Dropped().eval()
+        model(x).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            assert near(model(x), plain(x)), plan
+    model = ap.parallelize(Dropped(turned=True), plan=ap.Plan.uniform(**PP2))
+    model(x).sum().backward()
+    model.eval()
+    assert "where the first did not" in refused(lambda: model(x))
 
 
 def claim_autocast_around_forward_is_as_in_one_process() -> None:

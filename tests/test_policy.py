@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autopar_torch.policy import Other, Regret, hindsight
+from autopar_torch.policy import Other, Regret
 
 PRICE_S = 100.0
 SHORT_S = 1.0  # of the best plan's steps, beside the price
 Steps = list[tuple[float, float]]  # seconds of a step under plan a and under plan b
+
+
+def hindsight(lost_s: Sequence[Sequence[float]], price_s: float, first: int = 0) -> float:
+    """The least that moves at the right times lose: per step, what each plan loses. (A dynamic
+    program over steps and plans.)"""
+    best = [0.0 if plan == first else price_s for plan in range(len(lost_s[0]))]
+    for own in lost_s:
+        best = [min(b, min(best) + price_s) + lost for b, lost in zip(best, own, strict=True)]
+    return min(best)
 
 
 def walked(steps: Steps, price_s: float = PRICE_S) -> tuple[float, int]:

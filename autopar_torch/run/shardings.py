@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 
 import msgspec
 
@@ -150,26 +151,39 @@ def _shares(graph: ModelGraph, blocks: Sequence[Block], chosen: Sequence[Shardin
 
 def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
     """The plan for another trace of the same model: parameters lie as they do, ops follow."""
-    if len(traced.graph.blocks) != len(first.blocks):
+    borders = _borders(first, traced.graph)
+    spans = {own: (borders[own[0]], borders[own[1]]) for replica in plan.replicas
+             for own in (stage.blocks or (0, 0) for stage in replica.stages)}
+    new = traced.graph.params.keys() - first.params.keys()
+    for before, now in spans.items():
+        new |= _read(traced.graph, *now) - _read(first, *before)
+    if new:
         raise PlanError(
-            f"this call of the model has {len(traced.graph.blocks)} blocks, the first one had "
-            f"{len(first.blocks)}", where="the stages' borders",
-            fix="call the model with the same inputs as in training",
-        )
-    if new := sorted(traced.graph.params.keys() - first.params.keys()):
-        raise PlanError(
-            f"this call of the model uses {new[0]}, which the first one did not, so the plan gives "
-            "it no place", where="parameters and buffers",
+            f"this call uses {min(new)} where the first did not", where="parameters and buffers",
             fix="make the first call, or example_inputs=, with the modules in the modes (train, "
             "eval) and the branches that need it")
-    open_stages = (
+    bare = msgspec.structs.replace(plan, shardings=(), replicas=tuple(
         msgspec.structs.replace(replica, stages=tuple(
-            msgspec.structs.replace(stage, shardings=None) for stage in replica.stages))
-        for replica in plan.replicas
-    )
-    bare = msgspec.structs.replace(plan, replicas=tuple(open_stages), shardings=())
+            msgspec.structs.replace(stage, shardings=None, blocks=spans[stage.blocks or (0, 0)])
+            for stage in replica.stages)) for replica in plan.replicas))
     check_rows(bare, traced.graph)
     return complete(bare, traced, rows, pins_of(plan, first))
+
+
+def _borders(first: ModelGraph, now: ModelGraph) -> list[int]:
+    """How many blocks of another trace come before each block of the first one, and before its end.
+    Only one of them may have a block, as a dropout layer is none in evaluation."""
+    before, after = ([block.name.split("~")[0] for block in graph.blocks] for graph in (first, now))
+    pairs = SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    same = {a + i: b + i for a, b, size in pairs for i in range(size)}
+    found = [len(after)]
+    for block in reversed(range(1, len(before))):
+        found.append(same.get(block, found[-1]))
+    return [0, *reversed(found)]
+
+
+def _read(graph: ModelGraph, start: int, end: int) -> set[str]:
+    return {name for block in graph.blocks[start:end] for name in block.params.values()}
 
 
 def pins_of(plan: Plan, graph: ModelGraph) -> Pins:
