@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 GIB = 2**30
@@ -20,6 +21,12 @@ def size(num_bytes: float) -> str:
     if 0 < num_bytes < 2**20 / 10:
         return f"{num_bytes / 2**10:,.1f} KiB"
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def size_up(num_bytes: float) -> str:
+    """The same, and not less than it is."""
+    unit = GIB / 100 if num_bytes >= GIB else 2**20 / 10 if num_bytes >= 2**20 / 10 else 2**10 / 10
+    return size(math.ceil(num_bytes / unit) * unit)
 
 
 def shape(sizes: Sequence[int]) -> str:

@@ -15,8 +15,7 @@ from msgspec import structs
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError, SearchError
 from autopar_torch.find import choose, measuring
-from autopar_torch.search.best import SAFETY
-from autopar_torch.search.space import Constraints
+from autopar_torch.search.space import SAFETY, Constraints
 from autopar_torch.simulate import simulate
 from problems import problem
 from ranks import run_ranks

@@ -19,7 +19,7 @@ from autopar_torch.errors import SearchError
 from autopar_torch.find.probes import probes
 from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Curve, Lookup, Profile
-from autopar_torch.search.best import SAFETY, search
+from autopar_torch.search.best import search
 from autopar_torch.search.explain import short, summary
 from autopar_torch.search.judging import Judge
 from autopar_torch.search.least import Possible
@@ -31,7 +31,7 @@ from autopar_torch.search.shapes import (
     groups_of,
     placed,
 )
-from autopar_torch.search.space import Constraints, candidates, divisors
+from autopar_torch.search.space import SAFETY, Constraints, candidates, divisors
 from autopar_torch.search.unequal import fastest, search_unequal
 from autopar_torch.simulate import simulate
 from autopar_torch.simulate.network import lookup

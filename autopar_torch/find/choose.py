@@ -22,8 +22,8 @@ from ..measure.stats import APART, STEP
 from ..model import ModelGraph
 from ..profile import Profile
 from ..run.world import World
-from ..search.best import KEPT, SAFETY, Choice, Result, varied
-from ..search.space import Constraints
+from ..search.best import KEPT, Choice, Result, varied
+from ..search.space import SAFETY, Constraints
 from ..search.unequal import fastest, gives_unequal
 from ..simulate import DRAWS, simulate
 from ..simulate.network import lookup

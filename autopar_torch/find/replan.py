@@ -25,8 +25,7 @@ from ..measure.factors import Factors
 from ..model import ModelGraph
 from ..plan import Plan
 from ..profile import Lookup, Profile
-from ..search.best import SAFETY
-from ..search.space import Constraints, Option
+from ..search.space import SAFETY, Constraints, Option
 from ..search.unequal import FEW, fastest
 from ..shard.holdings import all_holdings
 from ..shard.reduction import boxes_of

@@ -22,14 +22,13 @@ from .bounds import ROUNDING, Bounded
 from .cut_bounds import lower_bounds
 from .evaluate import Found, Pricer
 from .out_of_memory import nothing_fits
-from .space import Candidate, Candidates, Constraints, Option, as_plan, candidates
+from .space import SAFETY, Candidate, Candidates, Constraints, Option, as_plan, candidates
 from .tables import Array, Tables
 
 KEPT = 8  # plans, the best among them
 FIRST = 512  # candidates whose memory is bounded first; then twice as many each time
 MOST_OFF = 1.4  # degrees predicted so much slower than the fastest are tried last
 NEAR = 16  # candidates that are looked at for the nearest miss
-SAFETY = 1.04  # a plan must fit with its predicted bytes times this, as these are inexact
 
 
 class Choice(Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +108,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
     found = candidates(options, graph, num_devices, num_rows, limits, tables.recomputes)
     if not found:
         raise SearchError(
-            f"no plan for {num_devices} devices and {num_rows} rows meets the constraints",
+            f"no plan for {num_devices} devices and {num_rows} rows meets the constraints"
+            + limits.unmet(num_devices, num_rows, len(graph.blocks)),
             where="constraints", fix="pin less of tp, pp, dp, zero; or give more rows",
         )
     capacity_bytes = limits.capacity_bytes(cluster, devices)
@@ -251,9 +251,9 @@ class _Hunt:
         return pricer.price(cut, memory)
 
     def near(self) -> Found:
-        """The candidate nearest to fitting; if bounds dropped all, one of the least of these."""
+        """The candidate nearest to fitting, of those looked at and those of the least bounds."""
         order = np.argsort(self.bounded.memory_bytes, kind="stable")
-        for i in order[:NEAR] if self.nearest is None else ():
+        for i in order[:NEAR]:
             pricer = Pricer(self.tables, self.found[i], self.num_rows)
             cut = even(pricer.seconds, self.found[i].stages())
             self._miss(Found(float("inf"), pricer.peak(cut), self.found[i], cut))

@@ -17,10 +17,10 @@ from ..model import ModelGraph
 from ..plan import BUCKET_BYTES, MOST_MICRO_BATCHES, Plan, Recompute, ScheduleName, Stage
 from ..profile import Lookup, program_key
 from ..simulate import simulate
-from .best import SAFETY, Choice, search
+from .best import Choice, search
 from .lineups import Bounds
 from .shapes import Group, Lineup, Lineups, Placement, Sharing, as_unequal_plan, placed
-from .space import Constraints, Option, divisors
+from .space import SAFETY, Constraints, Option, divisors
 from .tables import Array, Tables
 
 HALVINGS = 24  # of a bisection

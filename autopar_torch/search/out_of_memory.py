@@ -6,12 +6,10 @@ import math
 from itertools import pairwise
 
 from ..errors import SearchError
-from ..units import size
+from ..units import size, size_up
 from .evaluate import Found, Pricer
-from .space import Candidate, Constraints, recompute_text
+from .space import SAFETY, Candidate, Constraints, recompute_text
 from .tables import Tables
-
-GIB = 2**30
 
 
 def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
@@ -23,7 +21,7 @@ def nothing_fits(tables: Tables, near: Found, num_rows: int, capacity_bytes: flo
     return SearchError(
         f"no plan fits into {size(capacity_bytes)} per device, for {num_rows} rows on "
         f"{tables.cluster.num_devices} devices\n  nearest: {words(tables, near.candidate)} needs "
-        f"{size(near.memory_bytes)} ({listed})",
+        f"{size(SAFETY * near.memory_bytes)} with {SAFETY - 1:.0%} to spare ({listed})",
         where="memory per device",
         fix="; or ".join(_ways_out(tables, near, num_rows, capacity_bytes, limits, parts)),
     )
@@ -53,16 +51,17 @@ def _ways_out(tables: Tables, near: Found, num_rows: int, capacity_bytes: float,
                                 "schedule") if getattr(limits, name) is not None]
     if pinned:
         ways.append(f"leave {', '.join(pinned)} open")
-    if limits.precision == "float32":
-        ways.append("bfloat16 as precision")
+    need, room = near.memory_bytes, capacity_bytes / SAFETY
     kept = parts.get("activations", 0.0) + parts.get("working", 0.0)
-    for_rows = capacity_bytes - near.memory_bytes + kept
-    if kept and for_rows > 0 and (rows := int(num_rows * for_rows / kept)):
+    # gradients are added in float32 all the same, and values are there in bfloat16 besides
+    halved = (kept - parts.get("parameters", 0.0)) / 2
+    if limits.precision == "float32" and need - halved <= room:
+        ways.append("bfloat16 as precision")
+    if need - kept < room and (rows := int(num_rows * (room - need + kept) / kept)):
         ways.append(f"a global batch of about {rows} rows")
-    over = near.memory_bytes - parts.get("fixed", 0.0)
-    free = capacity_bytes - parts.get("fixed", 0.0)
-    if free > 0:
-        count = math.ceil(tables.cluster.num_devices * over / free)
-        ways.append(f"about {count} devices")
-    ways.append(f"devices of {size(near.memory_bytes)}")
+    fixed, count = parts.get("fixed", 0.0), tables.cluster.num_devices
+    if room > fixed:
+        doublings = math.ceil(math.log2((need - fixed) / (room - fixed)))
+        ways.append(f"about {count * 2 ** max(1, doublings)} devices")
+    ways.append(f"devices of {size_up(SAFETY * need)}")
     return ways[:3]

@@ -16,10 +16,11 @@ from ..plan import Plan
 from ..profile import Profile
 from ..simulate import simulate
 from ..simulate.network import lookup
+from ..units import GIB
 from .best import Choice, Result
 from .evaluate import Pricer
 from .explain import short
-from .out_of_memory import GIB, memory_parts
+from .out_of_memory import memory_parts
 from .space import Candidate, Constraints, Option
 from .tables import Tables
 from .unequal import fastest

@@ -25,6 +25,8 @@ from ..plan import (
     Stage,
 )
 
+SAFETY = 1.04  # a plan must fit with its predicted bytes times this, as these are inexact
+
 
 class Option(Struct, frozen=True, forbid_unknown_fields=True):
     """One way to split the whole chain on a mesh: a sharding per block (None: whole)."""
@@ -64,6 +66,17 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     def zeros(self, dp: int) -> list[int]:
         """ZeRO stages that may be tried; a single replica has no use for them."""
         return [zero for zero in ((0, 1, 2, 3) if dp > 1 else (0,)) if self.zero in (None, zero)]
+
+    def unmet(self, num_devices: int, num_rows: int, num_blocks: int) -> str:
+        """Why no plan at all is as pinned, if numbers alone say it."""
+        pins = {name: n for name in ("tp", "pp", "dp") if (n := getattr(self, name))}
+        parts = (self.dp or 1) * (self.num_micro_batches or 1)
+        if num_devices % math.prod(pins.values()):
+            text = " x ".join(f"{name}={n}" for name, n in pins.items())
+            return f": {text} does not divide the devices"
+        if parts > num_rows:
+            return f": {parts} micro-batches, of all replicas, need as many rows"
+        return f": there are {num_blocks} blocks" if (self.pp or 1) > num_blocks else ""
 
     def capacity_bytes(self, cluster: Cluster, devices: Iterable[int] | None = None) -> int:
         """Bytes that a plan may take on each of these devices, else on every one."""
