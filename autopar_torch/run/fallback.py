@@ -43,10 +43,6 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
     reason = f"{error.what} ({error.where})"
     if parallel.world.size > 1:
         _refuse_whole_batch(parallel.module, reason)
-    log.warning(
-        "the model cannot be traced, so it trains with data parallelism on the untouched module. "
-        "Reason: %s", reason,
-    )
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")
@@ -54,6 +50,10 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
         tensor.data = cast(Tensor, source(name))
     step = _Step(parallel, loss_fn, reason)
     step.shares(call, tensors)
+    log.warning(
+        "the model cannot be traced, so it trains with data parallelism on the untouched module. "
+        "Reason: %s", reason,
+    )
     parallel.adopt_untraced(_plain(plan, parallel.outputs), reason, step)
 
 
@@ -112,7 +112,7 @@ class _Step:
                     fix="make forward traceable, let rows not depend on each other and the loss "
                     "be one mean (or sum) over rows or labels, say batch_dim= if rows do not come "
                     "first, or train in one process",
-                )
+                ) from None
             self.known[key] = found
         return self.known[key]
 

@@ -152,7 +152,7 @@ def _by_device(case: Case, plan: Plan) -> Iterator[str]:
                        + f"  {memory.peak_bytes / GIB:.1f} GiB"
                        + (f", as {alike[rank] - 1} more" if rank in alike else ""))
     if idle := plan.idle(cluster.num_devices):
-        yield f"{len(idle)} device(s) idle: with them a step would be no faster"
+        yield f"{len(idle)} device(s) idle: no plan looked at was faster with them"
 
 
 def _splits(pricer: Pricer) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import _trace as exporting
 from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
@@ -251,7 +252,8 @@ def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTenso
     flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype)
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), _without_cache(effects.model),
-          call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched()):
+          call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),
+          attributes_set(exporting, print=lambda *_, **__: None)):  # half of the graph
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)
