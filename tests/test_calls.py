@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,6 +112,39 @@ def claim_layers_that_only_training_has_are_left_out_of_evaluation() -> None:
     model(x).sum().backward()
     model.eval()
     assert "where the first did not" in refused(lambda: model(x))
+
+
+class Scaled(nn.Module):
+    """Blocks read a buffer, and so does what depends on no parameter: always, or in evaluation."""
+
+    def __init__(self, always: bool, moving: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("scale", torch.linspace(0.1, 1.0, 8))
+        self.always, self.moving = always, moving
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moving and self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(0.1 * self.a.bias.detach().abs())
+        whole = self.scale.sum() if self.always or not self.training else 1.0
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)) * self.scale)) * whole)
+
+
+def claim_a_buffer_that_a_plan_cuts_or_puts_elsewhere_is_read_whole() -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for degrees, always, moving in itertools.product(ALL, (True, False), (True, False)):
+        degrees = degrees | ({"num_micro_batches": 1} if moving else {})
+        model, plain = ap.parallelize(Scaled(always, moving),
+                                      plan=ap.Plan.uniform(**degrees)), Scaled(always, moving)
+        for _ in range(2):
+            losses = [m.train()(x).square().mean() for m in (model, plain)]
+            for loss in losses:
+                loss.backward()
+            assert near(*losses), (degrees, always, moving)
+            with torch.no_grad():
+                assert near(model.eval()(x), plain.eval()(x)), (degrees, always, moving)
 
 
 def claim_autocast_around_forward_is_as_in_one_process() -> None:

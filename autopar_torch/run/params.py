@@ -22,7 +22,7 @@ from ..shard.holdings import Box, all_holdings
 from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, boxes_of, buckets_of, own_of, shares_of
 from ..shard.watch import heard
-from .sharded import adopt, local, plainly
+from .sharded import Sharded, adopt, local, plainly
 from .spread import Spread, paste
 from .world import World
 
@@ -131,7 +131,8 @@ class ParamStore:
                         for name in self.holdings if not self._is_everywhere(name)}
         for name, spread in self.spreads.items():
             adopt(self.tensors[name], spread)
-        self.buffers = {name: local(buffer) for name, buffer in self.module.named_buffers()}
+        self.buffers = {name: buffer for name, buffer in self.module.named_buffers()
+                        if not isinstance(buffer, Sharded)}  # those that are whole here
 
     def follow(self, graph: ModelGraph) -> None:
         """Train other parameters from now on (never with ZeRO, whose pieces stay as they are)."""

@@ -19,6 +19,7 @@ from ..trace.call import Call
 from ..trace.capture import describe_params, user_line
 from ..trace.form import LossFn
 from .randomness import untouched
+from .sharded import Sharded
 from .world import World
 
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
@@ -33,12 +34,13 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
         progress.tell("tracing the model")
         now = describe_params(model)
         full.update({name: info for name, info in now.items() if name not in full})
+        placed = {name for name, own in model.named_buffers() if isinstance(own, Sharded)}
         known = {name: replace(full[name], trainable=info.trainable) for name, info in now.items()}
         with (untouched(device), modes_kept(model, training), torch.inference_mode(False),
               torch.enable_grad()):
             try:
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
-                             params=known, dtype=dtype, local=local)
+                             params=known, dtype=dtype, local=local, placed=placed)
             except Exception as error:
                 raise _told(error) from error.__cause__ or error
 

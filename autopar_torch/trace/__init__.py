@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
-from .clean import drop_no_ops, flatten, has_rows, info_of
+from .clean import drop_no_ops, flatten, has_rows, info_of, is_mutable
 from .discover import note_factors
 from .form import Form, LossFn
 from .functional import functionalize
@@ -53,9 +53,10 @@ class Traced:
 def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
           loss_fn: LossFn | None = None, wanted: tuple[str, ...] | None = ("loss",),
           params: dict[str, ParamInfo] | None = None, dtype: torch.dtype | None = None,
-          local: bool = False) -> Traced:
+          local: bool = False, placed: Collection[str] = ()) -> Traced:
     """Trace once for every batch size. `params`: true shapes where the model holds shards;
-    `local`: what looks at the whole batch may look at the rows of a part."""
+    `local`: what looks at the whole batch may look at the rows of a part; `placed`: buffers that
+    not every rank has whole."""
     known = params or describe_params(model)
     options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
                                "wanted": wanted, "shapes": known, "dtype": dtype}
@@ -64,12 +65,12 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
         with contextlib.suppress(TraceError), _told():
             with shortened(model, stacks):
                 captured = capture(model, call, **options)
-            pieces, flat = _cut(captured, known, call)
+            pieces, flat = _cut(captured, known, call, placed)
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known, local)
     with _told():
         captured = capture(model, call, **options, most_opaque=opaque.MOST)
-        return _assemble(*_cut(captured, known, call), captured, known, local)
+        return _assemble(*_cut(captured, known, call, placed), captured, known, local)
 
 
 @contextlib.contextmanager
@@ -87,8 +88,8 @@ def _told() -> Iterator[None]:
                          "report this") from error
 
 
-def _cut(captured: Captured, known: dict[str, ParamInfo],
-         call: Call) -> tuple[list[TracedBlock], fx.Graph]:
+def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call,
+         placed: Collection[str]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = flatten(captured)
     opaque.put_in(flat)
     drop_no_ops(flat)
@@ -99,12 +100,13 @@ def _cut(captured: Captured, known: dict[str, ParamInfo],
     _merge_ties(flat, captured.sources)
     batch = [n for n in flat.find_nodes(op="placeholder")
              if captured.sources[n.name].kind == "input" and info_of(n).shape[:1] == (ROWS,)]
+    _read_once(flat, captured.sources, placed)
     losses.rewrite(flat, batch)
     tails.straighten(flat)
     trainable = {name for name, source in captured.sources.items()
                  if source.kind == "param" and known[source.name].trainable}
     mark_grads(flat, trainable)
-    main = split_main(flat, captured.sources)
+    main = split_main(flat, captured.sources, placed)
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
     note_factors(main)
@@ -135,6 +137,19 @@ def _prologue(flat: fx.Graph, pieces: list[TracedBlock]) -> fx.Graph:
             env[node] = graph.node_copy(node, lambda n: env[n])
             env[node].name = node.name
     return graph
+
+
+def _read_once(graph: fx.Graph, sources: dict[str, InputSource], placed: Collection[str]) -> None:
+    """Only the first block that reads a buffer has to be where it is; others get it from there."""
+    for node in graph.find_nodes(op="placeholder"):
+        users = list(node.users)
+        if (sources[node.name].name in placed and len(users) > 1
+                and not any(is_mutable(user) for user in users)):
+            first = next(n for n in graph.nodes if n in node.users)
+            with graph.inserting_before(first):
+                value = graph.call_function(torch.ops.aten.clone.default, (node,))
+            value.meta = {"info": info_of(node), "module": first.meta.get("module", "")}
+            node.replace_all_uses_with(value, lambda user, own=value: user is not own)
 
 
 def _merge_ties(graph: fx.Graph, sources: dict[str, InputSource]) -> None:

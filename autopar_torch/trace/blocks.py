@@ -43,24 +43,30 @@ class TracedBlock:
     signature: str
 
 
-def split_main(graph: fx.Graph, sources: dict[str, InputSource]) -> set[fx.Node]:
-    """Nodes that depend on a parameter, a changing buffer, or chance: the chain's nodes."""
-    changing = {
+def split_main(graph: fx.Graph, sources: dict[str, InputSource],
+               placed: Collection[str] = ()) -> set[fx.Node]:
+    """Nodes that depend on a parameter, chance, or a buffer that changes or that not every rank has
+    whole: the chain's nodes. A plan may cut what they read, so what else reads it is one of them.
+    """
+    params, buffers = ({node for node in graph.find_nodes(op="placeholder")
+                        if sources[node.name].kind == kind} for kind in ("param", "buffer"))
+    cut = {node for node in buffers if sources[node.name].name in placed} | {
         node.args[i]
         for node in graph.nodes
         if node.op == "call_function" and is_mutable(node)
         for i in ((3, 4) if op_name(node) == "batch_norm" else (0,))
-    }
-    main: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            kind = sources[node.name].kind
-            if kind == "param" or (kind == "buffer" and node in changing):
+    } & buffers
+    while True:
+        main = params | cut
+        for node in graph.nodes:
+            if node.op == "call_function" and (
+                    has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
                 main.add(node)
-        elif node.op == "call_function" and (
-                has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
-            main.add(node)
-    return {node for node in main if node.op == "call_function"}
+        chain = main - params - buffers
+        read = {n for node in chain for n in node.all_input_nodes} & buffers
+        if read <= cut:
+            return chain
+        cut |= read
 
 
 def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
