@@ -147,6 +147,41 @@ def claim_a_buffer_that_a_plan_cuts_or_puts_elsewhere_is_read_whole() -> None:
                 assert near(model.eval()(x), plain.eval()(x)), (degrees, always, moving)
 
 
+class Codes(nn.Module):
+    """A codebook that follows the rows that chose each of its codes (VQ-VAE)."""
+
+    def __init__(self, replaces: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.replaces = nn.Linear(8, 8), nn.Linear(8, 4), replaces
+        self.register_buffer("codes", torch.randn(5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x)
+        chosen = torch.cdist(z, self.codes).argmin(-1)
+        nearest = nn.functional.embedding(chosen, self.codes)
+        if self.training:
+            with torch.no_grad():
+                moved = 0.1 * nn.functional.one_hot(chosen, 5).to(z.dtype).T @ z
+                if self.replaces:
+                    self.codes = self.codes * 0.9 + moved
+                else:
+                    self.codes.mul_(0.9).add_(moved)
+        return self.b(torch.relu(z + (nearest - z).detach()))
+
+
+def claim_a_buffer_that_is_written_is_written_whole_or_refused() -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for degrees in (TP2, {"pp": 2}):
+        model, plain = ap.parallelize(Codes(), plan=ap.Plan.uniform(**degrees)), Codes()
+        for _ in range(2):
+            assert near(model(x), plain(x)), degrees
+        assert near(model.state_dict()["codes"], plain.codes), degrees
+        other = ap.parallelize(Codes(replaces=True), plan=ap.Plan.uniform(**degrees))
+        said = refused(lambda model=other: model(x))
+        assert "in the place of the buffer codes" in said, said
+
+
 def claim_autocast_around_forward_is_as_in_one_process() -> None:
     for degrees in ALL:
         model, plain, exact = parallel(degrees), net(), net()

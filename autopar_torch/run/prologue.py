@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..shard.rules import is_mutable
 from ..trace import Traced
 from ..trace.blocks import at_batch
 from ..trace.call import Call
-from ..trace.clean import is_mutable
 
 
 def split_names(traced: Traced, names: Iterable[str]) -> tuple[list[str], list[str]]:

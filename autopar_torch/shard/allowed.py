@@ -17,7 +17,7 @@ from ..model import TensorInfo
 from ..plan import Sharding
 from .layout import Forms
 from .price import FORBIDDEN, Prices, move_price, moves
-from .rules import ShapedOp
+from .rules import ShapedOp, is_written
 from .solve import SHOWN, border_forms, chosen_way, legal_are, param_forms, ways
 
 
@@ -102,6 +102,9 @@ class _Check:
             have = middle
         for want in wanted:
             self._convert(node.name, info, have, want)
+            if is_written(node) and have.value != want.value:
+                raise self._wrong(f"{node.name} is changed, so it cannot be read as {want.text} "
+                                  f"where it lies as {have.text}", "forms")
 
     def _convert(self, name: str, info: TensorInfo | tuple[TensorInfo, ...], have: Forms,
                  want: Forms) -> None:

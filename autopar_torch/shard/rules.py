@@ -73,6 +73,20 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the node writes to one of its arguments."""
+    if op_name(node) == "batch_norm":
+        return bool(node.args[5])
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether a block changes this buffer. Then all that read or write it there take it as it lies:
+    converted it would be a copy, or a part."""
+    return node.op == "placeholder" and node.name.startswith("w_") and any(
+        user.op == "call_function" and is_mutable(user) for user in node.users)
+
+
 def _broadcast(op: ShapedOp, d: int, inputs: Iterable[int | None]) -> dict[int, int]:
     """Input -> its dim that is dim `d` of the output, broadcast from the right, if any."""
     found = {k: d - len(op.out) + len(op.shapes[k]) for k in inputs if k is not None}

@@ -18,7 +18,7 @@ from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from ..shard import loss_sums
 from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
-from ..shard.rules import op_name
+from ..shard.rules import is_mutable, op_name
 from ..shard.strategies import strategies
 from . import losses, masks, opaque, shares, tails
 from .apart import mixing
@@ -26,7 +26,7 @@ from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, check_sizes, describe_params
-from .clean import drop_no_ops, flatten, has_rows, info_of, is_mutable
+from .clean import drop_no_ops, flatten, has_rows, info_of
 from .discover import note_factors
 from .form import Form, LossFn
 from .functional import functionalize

@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from ..model import TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout, Split
 from ..shard.parts import join
-from ..shard.rules import op_name
+from ..shard.rules import is_mutable, op_name
 from .blocks import TracedBlock, at_batch
 from .capture import InputSource
-from .clean import info_of, is_mutable
+from .clean import info_of
 
 log = logging.getLogger("autopar_torch")
 CPU = torch.device("cpu")

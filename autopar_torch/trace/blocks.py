@@ -19,9 +19,9 @@ from torch import fx
 from ..model import ROWS, TensorInfo
 from ..shard.layout import WHOLE, Layout, Strategy
 from ..shard.rows import give_real_sizes, row_flow, rows_dim
-from ..shard.rules import flops, has_rule, has_tag, op_name
+from ..shard.rules import flops, has_rule, has_tag, is_mutable, op_name
 from .capture import InputSource
-from .clean import info_of, is_mutable
+from .clean import info_of
 
 _NUMBER = re.compile(r"^\d+$")
 FEW = 4  # so many names are enough to cut at

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from ..errors import TraceError
 from ..model import TensorInfo
+from ..shard.rules import is_mutable
 from .autocast import spell_out
 from .capture import Captured, line_of, module_path
 
@@ -50,13 +51,6 @@ def _memory(value: Any) -> frozenset[int]:
 
 def schema_name(node: fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, OpOverload) else ""
-
-
-def is_mutable(node: fx.Node) -> bool:
-    """Whether the node writes to one of its arguments."""
-    if schema_name(node) == "aten::batch_norm":
-        return bool(node.args[5])
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def flatten(captured: Captured) -> fx.Graph:

@@ -121,6 +121,10 @@ class Effects:
             file, number = frame.f_code.co_filename, frame.f_lineno
             line = linecache.getline(file, number).strip()
             self.lines[id(module), key] = f"{file}:{number}: {line}"
+            if module._buffers.get(key, value) is not value and not file.startswith(_TORCH):
+                raise TraceError(f"forward puts another tensor in the place of the buffer {key}",
+                                 where=self.lines[id(module), key],
+                                 fix=f"write into it: self.{key}.copy_(...)" + _OTHERS)
             write(module, key, value)
 
         return put

@@ -18,8 +18,9 @@ from torch import fx
 
 from ..errors import TraceError
 from ..model import TensorInfo
+from ..shard.rules import is_mutable
 from .capture import InputSource
-from .clean import aten, info_of, is_mutable, schema_name
+from .clean import aten, info_of, schema_name
 
 log = logging.getLogger("autopar_torch")
 # Views with the elements of their base in its order: their way back is a reshape.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..shard.rules import ShapedOp, has_tag, op_name
+from ..shard.rules import ShapedOp, has_tag, is_mutable, op_name
 from .apart import run
 from .blocks import SEEDED
-from .clean import info_of, is_mutable
+from .clean import info_of
 from .tiles import Tiles
 
 log = logging.getLogger("autopar_torch")

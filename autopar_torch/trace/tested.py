@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from ..model import ROWS, TensorInfo
 from ..shard.layout import PARTIAL, WHOLE, Layout, Strategy
 from ..shard.rows import rows_dim
-from ..shard.rules import ShapedOp, flops, has_tag, op_name
+from ..shard.rules import ShapedOp, flops, has_tag, is_mutable, op_name
 from ..shard.strategies import strategies
 from . import apart, shares
 from .blocks import SEEDED, TracedBlock, Traits, carried, signature, traits
-from .clean import has_rows, info_of, is_mutable
+from .clean import has_rows, info_of
 
 log = logging.getLogger("autopar_torch")
 PARTS: tuple[tuple[list[int], list[int]], ...] = (
