@@ -182,6 +182,32 @@ def claim_a_buffer_that_is_written_is_written_whole_or_refused() -> None:
         assert "in the place of the buffer codes" in said, said
 
 
+class Written(Scaled):
+    """The first block writes what the last one reads, or the last one what the first has read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.a(x))
+        if self.always:
+            hidden = hidden * self.scale.clone()
+        hidden = torch.relu(self.b(hidden))
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
+        return self.c(hidden if self.always else hidden * self.scale)
+
+
+def claim_stages_that_share_a_written_buffer_are_one() -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for always in (True, False):
+        model = ap.parallelize(Written(always, True), plan=ap.Plan.uniform(pp=2))
+        plain = Written(always, True)
+        for _ in range(2):
+            assert near(model.train()(x), plain.train()(x)), always
+        assert near(model.state_dict()["scale"], plain.scale), always
+        with torch.no_grad():
+            assert near(model.eval()(x), plain.eval()(x)), always
+
+
 def claim_autocast_around_forward_is_as_in_one_process() -> None:
     for degrees in ALL:
         model, plain, exact = parallel(degrees), net(), net()

@@ -127,7 +127,7 @@ def _unique(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.No
 
 def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, InputSource]) -> list[TracedBlock]:
     """Blocks in order, each with a graph of its own."""
-    runs = units([node for node in graph.nodes if node in main])
+    runs = _joined(units([node for node in graph.nodes if node in main]))
     owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
     results = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     values: dict[fx.Node, str] = {}
@@ -139,6 +139,27 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, InputSource]) ->
             values[node] = f"{name}:{k}"
         pieces.append(_piece(name, nodes, leaving, values, sources))
     return pieces
+
+
+def _joined(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
+    """A buffer that is written is at one place: all between its first and last use is one block."""
+    owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
+    spans = []
+    for node in {n for user in owner for n in user.all_input_nodes if n not in owner}:
+        writers = [user for user in node.users if user in owner and is_mutable(user)]
+        values = [node, *(n for user in writers if op_name(user).endswith("_")
+                          for n in (user, *user.all_input_nodes[1:]))]
+        for value in values:
+            values += [user for user in value.users if op_name(user) == "detach"]
+        places = [owner[user] for value in values for user in value.users if user in owner]
+        spans += [(min(places), max(places))] if writers else []
+    found: list[tuple[str, list[fx.Node]]] = []
+    for i, (name, nodes) in enumerate(runs):
+        if any(first < i <= last for first, last in spans):
+            found[-1][1].extend(nodes)
+        else:
+            found.append((name, nodes))
+    return found
 
 
 def _piece(name: str, nodes: list[fx.Node], leaving: list[fx.Node], values: dict[fx.Node, str],
