@@ -60,7 +60,7 @@ class Ranges(Branch):
 
     def forward(self, x: Tensor) -> Any:
         if x.detach().numpy().max() > 0:
-            self.largest = torch.maximum(self.largest, x.detach().max())
+            self.largest.copy_(torch.maximum(self.largest, x.detach().max()))
         return self.inner(x) / self.largest
 
 

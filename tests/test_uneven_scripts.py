@@ -193,7 +193,7 @@ def claim_statistics_that_were_frozen_at_first_are_no_way_around() -> None:
         model(*nets.batch())
         model.norm.train()
         assert refused(lambda m=model: m(*nets.batch())).startswith(  # type: ignore[misc]
-            "this call of the model uses norm.num_batches_tracked")
+            "this call uses norm.num_batches_tracked")
 
 
 def claim_an_idle_rank_holds_and_computes_nothing() -> None:
