@@ -94,7 +94,7 @@ def difference(got: list[Tensor], want: list[Tensor]) -> str:
         error = float((a - b)[~same].abs().max()) / scale if not same.all() else 0.0
         if not error <= worst:
             worst, where = error, f"value {i} of {len(got)} is off by {error:.1e}"
-    return where if not worst <= 1e-8 else ""
+    return where if not worst <= 1e-9 else ""
 
 
 def everywhere(script: Callable[[Job], Any]) -> Callable[[], None]:
