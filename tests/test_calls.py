@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -112,100 +111,6 @@ def claim_layers_that_only_training_has_are_left_out_of_evaluation() -> None:
     model(x).sum().backward()
     model.eval()
     assert "where the first did not" in refused(lambda: model(x))
-
-
-class Scaled(nn.Module):
-    """Blocks read a buffer, and so does what depends on no parameter: always, or in evaluation."""
-
-    def __init__(self, always: bool, moving: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.register_buffer("scale", torch.linspace(0.1, 1.0, 8))
-        self.always, self.moving = always, moving
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.moving and self.training:
-            with torch.no_grad():
-                self.scale.mul_(0.9).add_(0.1 * self.a.bias.detach().abs())
-        whole = self.scale.sum() if self.always or not self.training else 1.0
-        return self.c(torch.relu(self.b(torch.relu(self.a(x)) * self.scale)) * whole)
-
-
-def claim_a_buffer_that_a_plan_cuts_or_puts_elsewhere_is_read_whole() -> None:
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    for degrees, always, moving in itertools.product(ALL, (True, False), (True, False)):
-        degrees = degrees | ({"num_micro_batches": 1} if moving else {})
-        model, plain = ap.parallelize(Scaled(always, moving),
-                                      plan=ap.Plan.uniform(**degrees)), Scaled(always, moving)
-        for _ in range(2):
-            losses = [m.train()(x).square().mean() for m in (model, plain)]
-            for loss in losses:
-                loss.backward()
-            assert near(*losses), (degrees, always, moving)
-            with torch.no_grad():
-                assert near(model.eval()(x), plain.eval()(x)), (degrees, always, moving)
-
-
-class Codes(nn.Module):
-    """A codebook that follows the rows that chose each of its codes (VQ-VAE)."""
-
-    def __init__(self, replaces: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.replaces = nn.Linear(8, 8), nn.Linear(8, 4), replaces
-        self.register_buffer("codes", torch.randn(5, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.a(x)
-        chosen = torch.cdist(z, self.codes).argmin(-1)
-        nearest = nn.functional.embedding(chosen, self.codes)
-        if self.training:
-            with torch.no_grad():
-                moved = 0.1 * nn.functional.one_hot(chosen, 5).to(z.dtype).T @ z
-                if self.replaces:
-                    self.codes = self.codes * 0.9 + moved
-                else:
-                    self.codes.mul_(0.9).add_(moved)
-        return self.b(torch.relu(z + (nearest - z).detach()))
-
-
-def claim_a_buffer_that_is_written_is_written_whole_or_refused() -> None:
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    for degrees in (TP2, {"pp": 2}):
-        model, plain = ap.parallelize(Codes(), plan=ap.Plan.uniform(**degrees)), Codes()
-        for _ in range(2):
-            assert near(model(x), plain(x)), degrees
-        assert near(model.state_dict()["codes"], plain.codes), degrees
-        other = ap.parallelize(Codes(replaces=True), plan=ap.Plan.uniform(**degrees))
-        said = refused(lambda model=other: model(x))
-        assert "in the place of the buffer codes" in said, said
-
-
-class Written(Scaled):
-    """The first block writes what the last one reads, or the last one what the first has read."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(self.a(x))
-        if self.always:
-            hidden = hidden * self.scale.clone()
-        hidden = torch.relu(self.b(hidden))
-        if self.training:
-            with torch.no_grad():
-                self.scale.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
-        return self.c(hidden if self.always else hidden * self.scale)
-
-
-def claim_stages_that_share_a_written_buffer_are_one() -> None:
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    for always in (True, False):
-        model = ap.parallelize(Written(always, True), plan=ap.Plan.uniform(pp=2))
-        plain = Written(always, True)
-        for _ in range(2):
-            assert near(model.train()(x), plain.train()(x)), always
-        assert near(model.state_dict()["scale"], plain.scale), always
-        with torch.no_grad():
-            assert near(model.eval()(x), plain.eval()(x)), always
 
 
 def claim_autocast_around_forward_is_as_in_one_process() -> None:

@@ -110,7 +110,8 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
         raise SearchError(
             f"no plan for {num_devices} devices and {num_rows} rows meets the constraints"
             + limits.unmet(num_devices, num_rows, len(graph.blocks)),
-            where="constraints", fix="pin less of tp, pp, dp, zero; or give more rows",
+            where="constraints", fix="leave tp, pp, dp, zero, schedule or num_micro_batches open, "
+            "or give more rows",
         )
     capacity_bytes = limits.capacity_bytes(cluster, devices)
     hunt = _Hunt(tables, found, num_rows, capacity_bytes / SAFETY, kept, exhaustive)

@@ -54,7 +54,7 @@ def search_unequal(graph: ModelGraph, options: Sequence[Option], profile: Lookup
     if not judge.best:
         raise judge.nothing or SearchError(
             f"no plan for {cluster.num_devices} devices and {num_rows} rows meets the constraints",
-            where="constraints", fix="pin less of tp, pp, dp, zero; or give more rows")
+            where="constraints", fix="leave some of them open, or give more rows")
     return Result(tuple(choice for _, _, choice in judge.best), judge.seen["considered"],
                   dict(judge.discarded), judge.seen["priced"], judge.gap,
                   time.perf_counter() - start, num_devices=cluster.num_devices)

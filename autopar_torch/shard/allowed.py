@@ -17,7 +17,7 @@ from ..model import TensorInfo
 from ..plan import Sharding
 from .layout import Forms
 from .price import FORBIDDEN, Prices, move_price, moves
-from .rules import ShapedOp, is_written
+from .rules import ShapedOp, writers
 from .solve import SHOWN, border_forms, chosen_way, legal_are, param_forms, ways
 
 
@@ -98,17 +98,14 @@ class _Check:
         wanted = [self.chosen[user].ins[k] for user, k in self._users(node)]
         wanted += [forms[f"y{k}"] for k, value in self.outputs if value is node]
         if middle := forms.get(f"{node.name}.form"):
-            self._convert(node.name, info, have, middle)
+            self._convert(node, have, middle)
             have = middle
         for want in wanted:
-            self._convert(node.name, info, have, want)
-            if is_written(node) and have.value != want.value:
-                raise self._wrong(f"{node.name} is changed, so it cannot be read as {want.text} "
-                                  f"where it lies as {have.text}", "forms")
+            self._convert(node, have, want)
 
-    def _convert(self, name: str, info: TensorInfo | tuple[TensorInfo, ...], have: Forms,
-                 want: Forms) -> None:
-        if isinstance(info, tuple):
+    def _convert(self, node: fx.Node, have: Forms, want: Forms) -> None:
+        info = node.meta["info"]
+        if isinstance(info, tuple) or writers(node):
             steps, possible = [], have.value == want.value
         else:
             steps, possible = moves(have.value, want.value), True
@@ -116,7 +113,7 @@ class _Check:
         prices = (move_price(step, self.mesh[step.axis], self.prices) for step in steps)
         if not possible or any(start >= FORBIDDEN for start, _ in prices):
             raise self._wrong(
-                f"{name} lies as {have.text}, which cannot become {want.text}", "forms"
+                f"{node.name} lies as {have.text}, which cannot become {want.text}", "forms"
             )
 
 

@@ -80,11 +80,11 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def is_written(node: fx.Node) -> bool:
-    """Whether a block changes this buffer. Then all that read or write it there take it as it lies:
-    converted it would be a copy, or a part."""
-    return node.op == "placeholder" and node.name.startswith("w_") and any(
-        user.op == "call_function" and is_mutable(user) for user in node.users)
+def writers(node: fx.Node) -> list[fx.Node]:
+    """Ops that write to a value. What is written has to be taken as it lies, by all that read it,
+    too: converted it would be a copy, or a part."""
+    return [user for user in node.users if user.op == "call_function" and is_mutable(user) and any(
+        user.args[i] is node for i in ((3, 4) if op_name(user) == "batch_norm" else (0,)))]
 
 
 def _broadcast(op: ShapedOp, d: int, inputs: Iterable[int | None]) -> dict[int, int]:

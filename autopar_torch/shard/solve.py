@@ -45,7 +45,7 @@ from .price import (
     reduce_seconds,
     ring_waits,
 )
-from .rules import ShapedOp, is_written
+from .rules import ShapedOp, writers
 from .square import all_strategies
 
 SHOWN = 8  # of what would be legal
@@ -345,7 +345,7 @@ def _edge(node: fx.Node, convert: Conversions, rows: int, have: list[Forms],
     """Seconds to turn each form into each: the value forward, its gradient backward."""
     info = node.meta["info"]
     (made, ends), (read, starts) = (zip(*forms, strict=True) for forms in (have, want))
-    if isinstance(info, tuple) or is_written(node):
+    if isinstance(info, tuple) or writers(node):
         same = np.equal.outer(convert.places(made), convert.places(read))
         return np.where(same, 0.0, FORBIDDEN)
     size = num_bytes(info, rows)

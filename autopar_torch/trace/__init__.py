@@ -18,7 +18,7 @@ from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from ..shard import loss_sums
 from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
-from ..shard.rules import is_mutable, op_name
+from ..shard.rules import op_name, writers
 from ..shard.strategies import strategies
 from . import losses, masks, opaque, shares, tails
 from .apart import mixing
@@ -142,9 +142,7 @@ def _prologue(flat: fx.Graph, pieces: list[TracedBlock]) -> fx.Graph:
 def _read_once(graph: fx.Graph, sources: dict[str, InputSource], placed: Collection[str]) -> None:
     """Only the first block that reads a buffer has to be where it is; others get it from there."""
     for node in graph.find_nodes(op="placeholder"):
-        users = list(node.users)
-        if (sources[node.name].name in placed and len(users) > 1
-                and not any(is_mutable(user) for user in users)):
+        if sources[node.name].name in placed and len(node.users) > 1 and not writers(node):
             first = next(n for n in graph.nodes if n in node.users)
             with graph.inserting_before(first):
                 value = graph.call_function(torch.ops.aten.clone.default, (node,))

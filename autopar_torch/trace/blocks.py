@@ -19,7 +19,7 @@ from torch import fx
 from ..model import ROWS, TensorInfo
 from ..shard.layout import WHOLE, Layout, Strategy
 from ..shard.rows import give_real_sizes, row_flow, rows_dim
-from ..shard.rules import flops, has_rule, has_tag, is_mutable, op_name
+from ..shard.rules import flops, has_rule, has_tag, is_mutable, op_name, writers
 from .capture import InputSource
 from .clean import info_of
 
@@ -50,12 +50,7 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource],
     """
     params, buffers = ({node for node in graph.find_nodes(op="placeholder")
                         if sources[node.name].kind == kind} for kind in ("param", "buffer"))
-    cut = {node for node in buffers if sources[node.name].name in placed} | {
-        node.args[i]
-        for node in graph.nodes
-        if node.op == "call_function" and is_mutable(node)
-        for i in ((3, 4) if op_name(node) == "batch_norm" else (0,))
-    } & buffers
+    cut = {node for node in buffers if sources[node.name].name in placed or writers(node)}
     while True:
         main = params | cut
         for node in graph.nodes:
@@ -146,13 +141,13 @@ def _joined(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.No
     owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
     spans = []
     for node in {n for user in owner for n in user.all_input_nodes if n not in owner}:
-        writers = [user for user in node.users if user in owner and is_mutable(user)]
-        values = [node, *(n for user in writers if op_name(user).endswith("_")
+        writing = writers(node)
+        values = [node, *(n for user in writing if op_name(user).endswith("_")
                           for n in (user, *user.all_input_nodes[1:]))]
         for value in values:
             values += [user for user in value.users if op_name(user) == "detach"]
         places = [owner[user] for value in values for user in value.users if user in owner]
-        spans += [(min(places), max(places))] if writers else []
+        spans += [(min(places), max(places))] if writing else []
     found: list[tuple[str, list[fx.Node]]] = []
     for i, (name, nodes) in enumerate(runs):
         if any(first < i <= last for first, last in spans):
