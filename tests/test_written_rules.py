@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten
 
 from autopar_torch.model import TensorInfo
-from autopar_torch.shard.rules import ShapedOp, factors_of
+from autopar_torch.shard.rules import ShapedOp, factors_of, owned
 from autopar_torch.trace import discover
 from test_rules import B, H, S, aten, floats, ids, node
 
@@ -37,6 +37,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "some": (aten.slice.Tensor, X, 1, 1, 9), "all": (aten.slice.Tensor, X, 1, 0, S),
     "one": (aten.select.int, X, 1, 3), "each": (aten.unbind.int, X, 1),
     "one written": (aten.select_scatter.default, X, floats(B, H), 1, 0),
+    "a table": (aten.embedding.default, floats(9, H), ids(B, S)),
+    "a table of rare words": (aten.embedding.default, floats(9, H), ids(B, S), -1, True),
     "looked up": (aten.gather.default, X, 2, ids(B, S, H)),
     "rows looked up": (aten.gather.default, X, 0, ids(B, S, H)),
     "stacked": (aten.stack.default, [floats(B, S), floats(B, S)], 1),
@@ -74,8 +76,16 @@ def in_pieces(called: fx.Node, ins: dict[int, int], out: int | None) -> bool:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_written_rule_is_what_the_op_does_in_pieces(name: str) -> None:
     called = node(*CALLS[name])
-    wrong = [f for f in factors_of(ShapedOp(called)) if not in_pieces(called, f.ins, f.out)]
+    op = ShapedOp(called)
+    wrong = [f for f in factors_of(op) if not owned(op, f) and not in_pieces(called, f.ins, f.out)]
     assert not wrong
+
+
+@pytest.mark.parametrize("called", [
+    node(aten.sum.dim_IntList, floats(), [0]), node(aten.softmax.int, floats(), -1),
+    node(aten.t.default, floats()), node(aten.topk.default, floats(), 1, 0)])
+def test_a_number_cannot_be_split(called: fx.Node) -> None:
+    assert factors_of(ShapedOp(called)) == []
 
 
 @pytest.mark.parametrize("targets", [ids(B), ids(B, S), floats(B, S, S), floats(S)])

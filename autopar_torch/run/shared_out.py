@@ -95,7 +95,7 @@ NOWHERE = Place(-1, False)
 
 class _Tried(NamedTuple):
     ends: dict[str, Tensor]
-    buffers: dict[str, Tensor]  # as the run left them
+    state: dict[str, Tensor]  # parameters and buffers, as the run left them
     leaves: tuple[Any, ...]
     params: dict[str, nn.Parameter]
 
@@ -186,7 +186,8 @@ class _RowsTrial:
         with torch.enable_grad(), self.call.surroundings(self.device):
             form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
         return _Tried({"loss": named["loss"]} if "loss" in named else named,
-                      dict(model.named_buffers()), form.leaves,
+                      {**dict(model.named_buffers()), **dict(model.named_parameters())},
+                      form.leaves,
                       {n: p for n, p in model.named_parameters() if p.requires_grad})
 
     def _apart(self, tensors: list[Tensor], counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
@@ -206,10 +207,11 @@ class _RowsTrial:
                 parts = [self.run(self.call.slice(tensors, *span)) for span in spans]
             except Exception as error:  # of the model, whatever it is
                 return f"{first} of {num_rows} rows alone do not run ({str(error)[:80]})", []
-            for n, kept in whole.buffers.items():
-                if not all(torch.allclose(kept, p.buffers[n], self.limit, self.limit, True)
+            for n, kept in whole.state.items():
+                if not all(torch.allclose(kept, p.state[n], self.limit, self.limit, True)
                            for p in parts):
-                    return f"the buffer {n} would record the rows of one rank only", []
+                    kind = "parameter" if n in whole.params else "buffer"
+                    return f"the {kind} {n} would record the rows of one rank only", []
             if why := self._joined_numbers([whole, *parts], spans):
                 return why, []
             why, counts = (self._joined_loss(whole, parts, tensors, spans, counts)

@@ -173,8 +173,11 @@ def _batch_norm(op: ShapedOp) -> list[DimFactor]:
 
 def _embedding(op: ShapedOp) -> list[DimFactor]:
     w, ids, rank = op.at(0), op.at(1), len(op.out)
+    columns = DimFactor({w: 1}, rank - 1)  # type: ignore[dict-item]
+    if op.arg(3, "scale_grad_by_freq", False):  # gradients depend on all ids
+        return [columns]
     by_id = [DimFactor({ids: d}, d) for d in range(rank - 1)]  # type: ignore[dict-item]
-    return [*by_id, DimFactor({w: 1}, rank - 1), DimFactor({w: 0}, None)]  # type: ignore[dict-item]
+    return [*by_id, columns, DimFactor({w: 0}, None)]  # type: ignore[dict-item]
 
 
 def _attention(op: ShapedOp) -> list[DimFactor]:
@@ -357,7 +360,7 @@ PARTS = {"split", "chunk", "split_with_sizes"}
 def factors_of(op: ShapedOp) -> list[DimFactor]:
     """The factors of any op but views and parts, which strategies.py follows through the graph."""
     rule = _RULES.get(op.name, _same_dims if _is_pointwise(op.node) else _noted)
-    found = rule(op) if op.inputs else []
+    found = rule(op) if any(op.shapes) else []  # a number has no dim
     # Without a cut input every rank has the whole result, but for sizes that lowering makes local.
     return [factor for factor in found if factor.ins or op.name == "expand"]
 

@@ -82,13 +82,14 @@ def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
         return False
     places = [place for piece in pieces for slot, name in piece.context.items() if name == node.name
               for place in piece.graph.find_nodes(op="placeholder", target=slot)]
-    return bool(places) and all(_picks(user) for place in places for user in place.users)
+    return bool(places) and all(map(_picks, places))
 
 
 def _picks(node: fx.Node) -> bool:
-    if op_name(node) in _VIEWS:
-        return all(map(_picks, node.users))
-    return op_name(node) in _PICKS
+    """Whether all that read these numbers take them for rows, or for where rows begin."""
+    return all(_picks(user) if op_name(user) in _VIEWS else op_name(user) in _PICKS
+               or (op_name(user) == "embedding_bag" and user.args[2] is node)
+               for user in node.users)
 
 
 def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:

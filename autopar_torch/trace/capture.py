@@ -25,6 +25,7 @@ from . import opaque, settled
 from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
+from .checks import passed
 from .effects import Effects, attributes_set, restore
 from .form import Form, LossFn, outputs_of
 from .functions import refuse_unseen, watched
@@ -253,7 +254,7 @@ def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTenso
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), _without_cache(effects.model),
           call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),
-          attributes_set(exporting, print=lambda *_, **__: None)):  # of half a graph
+          passed(), attributes_set(exporting, print=lambda *_, **__: None)):  # of half a graph
         try:
             program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)

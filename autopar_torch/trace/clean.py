@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -10,15 +11,17 @@ from torch._ops import OpOverload
 
 from ..errors import TraceError
 from ..model import TensorInfo
-from ..shard.rules import is_mutable
+from ..shard.rules import is_mutable, op_name
 from .autocast import spell_out
 from .capture import Captured, line_of, module_path
 
+log = logging.getLogger("autopar_torch")
 aten = torch.ops.aten
 _LIKE: dict[Any, Any] = {
     aten.view_as.default: aten.view.default, aten.reshape_as.default: aten.reshape.default,
     aten.expand_as.default: aten.expand.default,
 }
+_SPARSE = {"embedding": 4, "embedding_bag": 5}  # the argument that asks for sparse gradients
 _CASTS = ("aten::to", "aten::alias", "aten::type_as")
 _DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout",
              "aten::feature_alpha_dropout")
@@ -131,12 +134,16 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
 
 def _say_sizes(graph: fx.Graph) -> None:
     """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know, and
-    `x.squeeze()` names its dims: a part of one row keeps that of the rows."""
+    `x.squeeze()` names its dims: a part of one row keeps that of the rows. Gradients are dense."""
     for node in graph.nodes:
         if node.target is aten.squeeze.default:
             shape = info_of(node.args[0]).shape
             node.target, node.args = aten.squeeze.dims, (
                 node.args[0], [dim for dim, size in enumerate(shape) if size == 1])
+        at = _SPARSE.get(op_name(node), len(node.args))
+        if at < len(node.args) and node.args[at]:
+            log.warning("not honoured: sparse=True of %s; its gradients are dense", op_name(node))
+            node.update_arg(at, False)
         if node.target in _LIKE:
             node.target = _LIKE[node.target]
             node.args = (node.args[0], list(info_of(node).shape))
