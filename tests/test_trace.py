@@ -114,6 +114,24 @@ def test_layers_that_use_their_index_are_traced_in_full() -> None:
     assert len({block.kind for block in graph.blocks}) >= 8
 
 
+class _Twice(nn.Module):
+    """Its layers stand under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.layers, self.first = nn.ModuleList([layer] * 3), layer[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.first(x) + layer(x)
+        return x
+
+
+def test_modules_may_stand_under_several_names() -> None:
+    assert len(traced(_Twice(), x=torch.zeros(4, 8)).graph.params) == 2
+
+
 def test_sizes_follow_the_rows() -> None:
     assert [at_rows(size, 3) for size in (0, 7, ROWS, 4 * ROWS)] == [0, 7, 3, 12]
 

@@ -100,7 +100,8 @@ def ends_of(output: Any) -> list[Tensor]:
 
 
 def _not_gathered(name: str) -> Withheld:
-    fix = f"parallelize(..., outputs=({name!r},)), or ask for it in eval mode"
+    fix = (f"parallelize(..., outputs=({name!r},)), or ask for it in eval mode; if your loss is "
+           "made of it, parallelize(..., loss_fn=), which gets all outputs")
     return Withheld(name, "is not gathered in training", fix)
 
 

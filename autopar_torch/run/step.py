@@ -260,8 +260,8 @@ def _not_for_losses(anchor: Tensor, values: Values, program: Program) -> Values:
     def refuse(_: Upstream) -> list[Tensor | None]:
         raise RunError("backward() of an output of a model that returns its loss",
                        where="outputs=, in training", fix="add what you make of it to the loss "
-                       "inside the model, or call the model so that it returns no loss and compute "
-                       "all of it outside; detach() the output if it needs no gradient")
+                       "in the model or in loss_fn=, which gets all outputs; or call the model so "
+                       "that it returns no loss and compute all of it outside; or detach() it")
 
     ends = {name: x for name, x in values.items() if program.info(name).grad}
     return {**values, **promise(anchor, ends, (), refuse)} if ends else values

@@ -121,7 +121,8 @@ class Effects:
             file, number = frame.f_code.co_filename, frame.f_lineno
             line = linecache.getline(file, number).strip()
             self.lines[id(module), key] = f"{file}:{number}: {line}"
-            if module._buffers.get(key, value) is not value and not file.startswith(_TORCH):
+            held = vars(module).get("_buffers", {})  # a stand-in of export has none yet
+            if held.get(key, value) is not value and not file.startswith(_TORCH):
                 raise TraceError(f"forward puts another tensor in the place of the buffer {key}",
                                  where=self.lines[id(module), key],
                                  fix=f"write into it: self.{key}.copy_(...)" + _OTHERS)
