@@ -28,7 +28,8 @@ def find_stacks(model: nn.Module) -> dict[str, int]:
         inside = any(name.startswith(stack + ".") for stack in stacks)
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not inside:
             children = list(module)
-            if len(children) >= MIN_CHILDREN and _is_uniform(children, uses):
+            whole = len(children) >= MIN_CHILDREN and None not in children
+            if whole and _is_uniform(children, uses):
                 stacks[name] = len(children)
     return stacks
 
