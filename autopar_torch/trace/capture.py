@@ -9,12 +9,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import _trace as exporting
+from torch.export import ExportedProgram, _trace as exporting
 from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
@@ -26,7 +26,7 @@ from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
 from .checks import passed
-from .effects import Effects, attributes_set, restore
+from .effects import Effects, attributes_set
 from .form import Form, LossFn, outputs_of
 from .functions import refuse_unseen, watched
 
@@ -76,7 +76,7 @@ class _Flat(nn.Module):
             form, named = outputs_of(self.model, self.loss_fn, *self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
-        outputs = tuple(named[name] for name in names)
+        outputs = (*(named[name] for name in names), *self.effects.kept)
         refuse_unseen(outputs)
         return outputs
 
@@ -220,20 +220,25 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
 
 def _exported(model: nn.Module, call: Call, device: torch.device, *how: Any) -> Captured:
     """What forward changes must be the same after every forward: then each computes what the first
-    does, as a second trace has to show."""
+    does, as a second trace has to show. Tables that it keeps must not depend on inputs."""
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
     with effects.undone():
         program, told = _program(effects, call, device, mode, *how)
         if effects.changed:
-            restore(effects.after)
+            made = _take_kept(program.graph, len(effects.kept))
+            values = settled.constant(program.graph_module, list(made))
+            if values is None or any(size % ROWS == 0 for x in values for size in x.shape if size):
+                raise effects.changed
+            effects.settled(values)
             after, first_graph = Effects(model), program.graph
             try:
                 program, told = _program(after, call, device, mode, *how)
             except TraceError as error:
                 raise effects.changed from error
-            if after.changed or not settled.same(first_graph, program.graph):
+            read = {n: k for n, x in _constants(program) for k, y in enumerate(values) if x is y}
+            if after.changed or not settled.same(first_graph, program.graph, made, read):
                 raise effects.changed
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:
@@ -243,6 +248,21 @@ def _exported(model: nn.Module, call: Call, device: torch.device, *how: Any) -> 
             consts[source.name] = program.constants[spec.target]
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type))
+
+
+def _take_kept(graph: fx.Graph, num: int) -> dict[fx.Node, int]:
+    """The last outputs of a graph, which are what forward keeps; they are outputs no more."""
+    output = graph.output_node()
+    outputs = list(cast(tuple[fx.Node, ...], output.args[0]))
+    output.args = (tuple(outputs[:len(outputs) - num]),)
+    return {node: k for k, node in enumerate(outputs[len(outputs) - num:])}
+
+
+def _constants(program: ExportedProgram) -> Iterator[tuple[fx.Node, Tensor]]:
+    for node, spec in zip(program.graph.find_nodes(op="placeholder"),
+                          program.graph_signature.input_specs, strict=True):
+        if spec.target in program.constants:
+            yield node, program.constants[spec.target]
 
 
 def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTensorMode,

@@ -7,6 +7,8 @@ would be gone without a word.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import linecache
 import pickle
 import random
@@ -17,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
@@ -33,9 +36,10 @@ from .burnt import (
     user_hooks,
 )
 
+_Cached = functools._lru_cache_wrapper
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
-Attributes = dict[str, tuple[Any, Any]]  # attribute -> (object, what it holds)
+Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it holds, where it is)
 
 
 class Effects:
@@ -44,11 +48,15 @@ class Effects:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.configs = configs(model.modules())
-        self.before = {id(own): (own, _state(own)) for own in (*model.modules(), *self.configs)}
+        self.buffers = {id(own): {n for n, value in own._buffers.items() if value is not None}
+                        for own in model.modules()}
+        self.before = {id(own): (own, self._state(own))
+                       for own in (*model.modules(), *self.configs)}
         self.read: set[tuple[type, str]] = set()
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
         self.changed: TraceError | None = None  # says which attribute is another afterwards
         self.after: list[tuple[Any, Attributes]] = []  # export undoes changes of attributes
+        self.kept: list[Tensor] = []  # what forward has put into attributes
 
     @property
     def reads(self) -> frozenset[Read]:
@@ -60,7 +68,7 @@ class Effects:
         _refuse_hooks(self.model)
         with (attributes_set(nn.Module, __getattribute__=self._getter(),
                              __setattr__=self._setter()),
-              attributes_set(CheckpointFunction, apply=staticmethod(_unrolled))):
+              attributes_set(CheckpointFunction, apply=staticmethod(_unrolled)), _forgotten()):
             yield
 
     @contextlib.contextmanager
@@ -88,7 +96,7 @@ class Effects:
             )
         named = [*self.model.named_modules(), *(("config", own) for own in self.configs)]
         for name, own in named:
-            then, now = self.before.get(id(own), (own, Attributes()))[1], _state(own)
+            then, now = self.before.get(id(own), (own, Attributes()))[1], self._state(own)
             self.after.append((own, now))
             for key in {**then, **now}:
                 line = self.lines.get((id(own), key), "forward")
@@ -103,8 +111,27 @@ class Effects:
                     "once", where=line,
                     fix="register it as a buffer, or change it outside of forward" + _OTHERS,
                 )
-                if key not in now or any(isinstance(x, Tensor) for x in tree_leaves(now[key])):
+                if key not in now:
                     raise self.changed
+                self.kept += [x for x in tree_leaves(now[key][1]) if isinstance(x, FakeTensor)]
+
+    def _state(self, own: Any) -> Attributes:
+        """Attributes, and what is not a buffer yet."""
+        known, buffers = self.buffers.get(id(own), set()), vars(own).get("_buffers", {})
+        found = {name: (value, _held(value), vars(own)) for name, value in attributes(own)}
+        return found | {name: (value, value, buffers) for name, value in buffers.items()
+                        if name not in known}
+
+    def settled(self, values: Iterable[Tensor]) -> None:
+        """Make the model as forward has left it, with these values for what it keeps."""
+        given = dict(zip(map(id, self.kept), values, strict=True))
+
+        def value_of(x: Any) -> Any:
+            return given.get(id(x), x)
+
+        restore((own, {name: (value_of(value), tree_map(value_of, items),
+                              vars(own) if id(value) in given else store)
+                       for name, (value, items, store) in now.items()}) for own, now in self.after)
 
     def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
@@ -121,8 +148,8 @@ class Effects:
             file, number = frame.f_code.co_filename, frame.f_lineno
             line = linecache.getline(file, number).strip()
             self.lines[id(module), key] = f"{file}:{number}: {line}"
-            held = vars(module).get("_buffers", {})  # a stand-in of export has none yet
-            if held.get(key, value) is not value and not file.startswith(_TORCH):
+            held = vars(module).get("_buffers", {}).get(key)  # a stand-in of export has none yet
+            if held is not None and held is not value and not file.startswith(_TORCH):
                 raise TraceError(f"forward puts another tensor in the place of the buffer {key}",
                                  where=self.lines[id(module), key],
                                  fix=f"write into it: self.{key}.copy_(...)" + _OTHERS)
@@ -144,12 +171,22 @@ def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
             delattr(owner, name) if old is None else setattr(owner, name, old)
 
 
+@contextlib.contextmanager
+def _forgotten() -> Iterator[None]:
+    """What cached functions keep of a trace has no values: their next call is to compute it."""
+    found = [own for own in gc.get_objects() if type(own) is _Cached
+             and not str(getattr(own, "__module__", "")).startswith(("torch.", "sympy."))]
+    missed = [own.cache_info().misses for own in found]
+    try:
+        yield
+    finally:
+        for own, before in zip(found, missed, strict=True):
+            if own.cache_info().misses > before:
+                own.cache_clear()
+
+
 def _numbers() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
-
-
-def _state(own: Any) -> Attributes:
-    return {name: (value, _held(value)) for name, value in attributes(own)}
 
 
 def _held(value: Any) -> Any:
@@ -167,11 +204,14 @@ def _equal(old: Any, new: Any) -> bool:
 def restore(states: Iterable[tuple[Any, Attributes]]) -> None:
     """Give modules and configs the attributes that they had once."""
     for own, then in states:
-        now = vars(own)
+        buffers = vars(own).get("_buffers", {})
         for name in [name for name, _ in attributes(own) if name not in then]:
-            del now[name]
-        for name, (value, items) in then.items():
-            now[name] = value
+            del vars(own)[name]
+        for name, (value, items, store) in then.items():
+            for other in (vars(own), buffers):
+                if other is not store:
+                    other.pop(name, None)
+            store[name] = value
             if value is not items and not _equal(_held(value), items):
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(

@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+
+Kept = Mapping[fx.Node, int]  # what forward keeps of itself for later -> which of these values
 
 
-def same(one: fx.Graph, two: fx.Graph) -> bool:
-    return _text(one) == _text(two)
+def same(one: fx.Graph, two: fx.Graph, kept_one: Kept, kept_two: Kept) -> bool:
+    return _text(one, kept_one) == _text(two, kept_two)
 
 
-def _text(graph: fx.Graph) -> str:
-    live = _live(graph)
-    number = {node: f"%{k}" for k, node in enumerate(n for n in graph.nodes if n in live)}
+def constant(module: fx.GraphModule, wanted: Sequence[fx.Node]) -> list[Tensor] | None:
+    """The values of these nodes, if they are the same whatever the inputs and parameters are."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node.op != "output":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[node] for node in wanted])
+    live = _live(graph, {})
+    for node in reversed(graph.nodes):
+        tags = getattr(node.target, "tags", ())
+        if node in live and (torch.Tag.nondeterministic_seeded in tags or (
+                node.op == "placeholder" and not live.isdisjoint(node.users))):
+            return None
+        if node.op == "placeholder" or node not in live:
+            graph.erase_node(node)
+    found: list[Tensor] = fx.Interpreter(fx.GraphModule(module, graph)).run()
+    return found
+
+
+def _text(graph: fx.Graph, kept: Kept) -> str:
+    live = _live(graph, kept)
+    number = {node: f"%{k}" for k, node in enumerate(
+        n for n in graph.nodes if n in live and n not in kept)}
+    names = number | {node: f"kept {k}" for node, k in kept.items()}
     return "\n".join(f"{node.op} {node.target if node.op != 'output' else ''} "
-                     f"{fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)}"
+                     f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)}"
                      for node in number)
 
 
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """What is read, and all writes but those into what nobody reads."""
+def _live(graph: fx.Graph, kept: Kept) -> set[fx.Node]:
+    """What is read, and all writes but those into what nobody reads. What is kept is given."""
     base: dict[fx.Node, fx.Node] = {}  # what a value may be a view of
     for node in graph.nodes:
-        first = node.args[0] if node.args else None
+        first = node.args[0] if node.args and node not in kept else None
         base[node] = base[first] if isinstance(first, fx.Node) else node
     live, num_before = {n for n in graph.nodes if n.op in ("placeholder", "output")}, 0
     while len(live) > num_before:
         num_before = len(live)
         for node in reversed(graph.nodes):
-            if node in live or (_writes(node) and base[node] in live):
+            if node not in kept and (node in live or (_writes(node) and base[node] in live)):
                 live |= {node, *node.all_input_nodes}
     return live
 
