@@ -37,6 +37,7 @@ from .burnt import (
 )
 
 _Cached = functools._lru_cache_wrapper
+_NO_TENSORS = "torch.", "sympy.", "autopar_torch."  # their cached functions keep none
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
 Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it holds, where it is)
@@ -175,7 +176,7 @@ def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
 def _forgotten() -> Iterator[None]:
     """What cached functions keep of a trace has no values: their next call is to compute it."""
     found = [own for own in gc.get_objects() if type(own) is _Cached
-             and not str(getattr(own, "__module__", "")).startswith(("torch.", "sympy."))]
+             and not str(getattr(own, "__module__", "")).startswith(_NO_TENSORS)]
     missed = [own.cache_info().misses for own in found]
     try:
         yield

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-Kept = Mapping[fx.Node, int]  # what forward keeps of itself for later -> which of these values
+KeptNodes = Mapping[fx.Node, int]  # what forward keeps of itself for later -> which of these values
 
 
-def same(one: fx.Graph, two: fx.Graph, kept_one: Kept, kept_two: Kept) -> bool:
+def same(one: fx.Graph, two: fx.Graph, kept_one: KeptNodes, kept_two: KeptNodes) -> bool:
     return _text(one, kept_one) == _text(two, kept_two)
 
 
@@ -34,7 +34,7 @@ def constant(module: fx.GraphModule, wanted: Sequence[fx.Node]) -> list[Tensor] 
     return found
 
 
-def _text(graph: fx.Graph, kept: Kept) -> str:
+def _text(graph: fx.Graph, kept: KeptNodes) -> str:
     live = _live(graph, kept)
     number = {node: f"%{k}" for k, node in enumerate(
         n for n in graph.nodes if n in live and n not in kept)}
@@ -44,7 +44,7 @@ def _text(graph: fx.Graph, kept: Kept) -> str:
                      for node in number)
 
 
-def _live(graph: fx.Graph, kept: Kept) -> set[fx.Node]:
+def _live(graph: fx.Graph, kept: KeptNodes) -> set[fx.Node]:
     """What is read, and all writes but those into what nobody reads. What is kept is given."""
     base: dict[fx.Node, fx.Node] = {}  # what a value may be a view of
     for node in graph.nodes:
