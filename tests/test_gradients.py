@@ -151,7 +151,7 @@ def claim_a_view_sees_and_writes_the_parameter(job: Job) -> Any:
     for f in flat:
         f[1:3] += 1.0
         f.mul_(0.5)
-    return [*(f.clone() for f in flat), *job.state()]
+    return [*(f.clone() for f in flat), *(float(f"{f[0]:.17g}") for f in flat), *job.state()]
 
 
 @everywhere

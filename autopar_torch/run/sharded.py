@@ -93,6 +93,10 @@ class Loan(Whole):
     base: Tensor
     seen: list[int]  # the version of the parts, shared by all views of `base`
 
+    def __format__(self, spec: str) -> str:
+        with plainly():
+            return format(self.detach().as_subclass(Tensor), spec)
+
 
 def mark(tensor: Tensor, spread: Spread, kind: type[Tensor] = Sharded) -> Tensor:
     """Make a plain part, as the object that it is, stand for the whole."""
