@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -98,8 +99,9 @@ def hardware(name: str) -> Hardware:
     for key, found in known().items():
         if name.lower() in {text.lower() for text in (key, *found.aliases)}:
             return found
-    raise PlanError(f"no hardware is called {name!r}", where="profiling/hardware",
-                    fix=f"known are: {', '.join(known()) or 'none'}")
+    near = [f"{meant}, or " for meant in get_close_matches(name.upper(), known(), 1)]
+    raise PlanError(f"no hardware is called {name!r}", where="the name of a device",
+                    fix=f"write {''.join(near)}one of {', '.join(known())}")
 
 
 def of_product(product: str, memory_bytes: int) -> Hardware | None:

@@ -89,6 +89,16 @@ def test_plan_writes_a_plan_that_simulate_and_explain_read(
     assert "--nproc-per-node 4 train.py" in capsys.readouterr().err
 
 
+def test_a_batch_that_is_too_small_for_a_plan_is_said(
+    given: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.save(Plan.uniform(dp=4, num_micro_batches=8), tmp_path / "plan.json")
+    asked = ["simulate", str(tmp_path / "plan.json"), *given, "--global-batch-size"]
+    assert main([*asked, "32"]) == 0 and "row(s)" not in caplog.text
+    assert main([*asked, "8"]) == 0
+    assert "8 row(s) for 32 micro-batches" in caplog.text
+
+
 def test_stdout_is_one_json_object(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *given, "--json", "--global_batch_size", "32", "--pin", "tp=2"]) == 0
     found = json.loads(capsys.readouterr().out)

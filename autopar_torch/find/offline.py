@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from ..simulate.to_measure import block_needs
 from ..trace import Traced
 from . import ways
 from .measuring import MOST_TP, Known, digest, tell_stale
+
+log = logging.getLogger("autopar_torch")
 
 Where = Cluster | Known | str | os.PathLike[str]
 MOST_ROWS = 8  # numbers of rows that are estimated; between them lie straight lines
@@ -70,6 +73,9 @@ def profile_for(plan: Plan, traced: Traced, num_rows: int, where: Where) -> tupl
     cluster = place.profile.cluster if isinstance(place, Known) else place
     check(plan, cluster.num_devices, "the cluster has")
     whole = fit(plan, traced.graph)
+    if num_rows < (parts := sum(replica.num_micro_batches for replica in plan.replicas)):
+        log.warning("the batch has %d row(s) for %d micro-batches of the plan, so some do nothing: "
+                    "say global_batch_size=", num_rows, parts)
     rows = max(1, num_rows // whole.num_micro_batches)
     if isinstance(place, Known):
         whole = shardings.complete(whole, traced, rows)
