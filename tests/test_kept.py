@@ -106,11 +106,6 @@ def claim_tables_that_forward_keeps_are_those_of_one_process() -> None:
         assert near(model.state_dict()["a.weight"], plain.a.weight), (kind, degrees)
 
 
-@pytest.mark.parametrize("name", claims.names(__name__))
-def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
 def traced(model: nn.Module, rows: int = 6) -> None:
     trace(model, take_apart((torch.zeros(rows, 8),), {})[0])
 
@@ -153,6 +148,16 @@ class OfParameters(Keeping):
         return self.kept
 
 
+class OfParametersInEval(Keeping):
+    def table(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.kept = None
+            return self.a.bias * 2
+        if self.kept is None:
+            self.kept = self.a.bias * 2
+        return self.kept
+
+
 class OfRows(Keeping):
     def table(self, x: Tensor) -> Tensor:
         if self.kept is None:
@@ -170,9 +175,31 @@ class OnlyOnce(Keeping):
         return self.kept
 
 
+def claim_what_evaluation_keeps_of_parameters_follows_them() -> None:
+    """As LeViT keeps its biases."""
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for degrees in ALL:
+        model, plain = ap.parallelize(OfParametersInEval(), plan=ap.Plan.uniform(
+            **degrees)), OfParametersInEval()
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+        for _ in range(2):
+            losses = [m.train()(x).square().mean() for m in (model, plain)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                assert near(*losses) and near(model.eval()(x), plain.eval()(x)), degrees
+
+
 @pytest.mark.parametrize("kind", [Random, Fading, OfInputs, OfParameters, OfRows, OnlyOnce])
 def test_other_things_that_forward_keeps_are_refused(kind: type[Keeping]) -> None:
     model = kind()
     with pytest.raises(TraceError, match=r"forward changes the model\.kept"):
         traced(model)
     assert model.kept is None
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)

@@ -32,6 +32,8 @@ from .functions import refuse_unseen, watched
 
 log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
+Told = tuple[tuple[str, ...], Form]  # names and form of the outputs
+Exported = tuple[ExportedProgram, Told]
 MOST_OPS, MOST_SECONDS = 200_000, 900.0
 
 
@@ -219,27 +221,17 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
 
 
 def _exported(model: nn.Module, call: Call, device: torch.device, *how: Any) -> Captured:
-    """What forward changes must be the same after every forward: then each computes what the first
-    does, as a second trace has to show. Tables that it keeps must not depend on inputs."""
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
+
+    def export(seen: Effects) -> Exported:
+        return _program(seen, call, device, mode, *how)
+
     with effects.undone():
-        program, told = _program(effects, call, device, mode, *how)
+        program, told = export(effects)
         if effects.changed:
-            made = _take_kept(program.graph, len(effects.kept))
-            values = settled.constant(program.graph_module, list(made))
-            if values is None or any(size % ROWS == 0 for x in values for size in x.shape if size):
-                raise effects.changed
-            effects.settled(values)
-            after, first_graph = Effects(model), program.graph
-            try:
-                program, told = _program(after, call, device, mode, *how)
-            except TraceError as error:
-                raise effects.changed from error
-            read = {n: k for n, x in _constants(program) for k, y in enumerate(values) if x is y}
-            if after.changed or not settled.same(first_graph, program.graph, made, read):
-                raise effects.changed
+            program, told = _settled(effects, program, told, export)
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:
         source = _source(spec, names)
@@ -248,6 +240,32 @@ def _exported(model: nn.Module, call: Call, device: torch.device, *how: Any) -> 
             consts[source.name] = program.constants[spec.target]
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type))
+
+
+def _settled(effects: Effects, first: ExportedProgram, told: Told,
+             export: Callable[[Effects], Exported]) -> Exported:
+    """What forward changes must be the same after every forward: then each computes what the first
+    does, as a second trace has to show. Tables that it keeps must not depend on inputs; in
+    evaluation they may depend on parameters, and are made anew by each."""
+    refusal = cast(TraceError, effects.changed)
+    made = _take_kept(first.graph, len(effects.kept))
+    state = [spec.arg.name for spec in first.graph_signature.input_specs
+             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+    fixed = settled.constant(first.graph_module, list(made))
+    values = fixed if fixed is not None or effects.model.training else settled.constant(
+        first.graph_module, list(made), state)
+    if values is None or any(size % ROWS == 0 for x in values for size in x.shape if size):
+        raise refusal
+    effects.settled(values)
+    after = Effects(effects.model)
+    try:
+        program, told_after = export(after)
+    except TraceError as error:
+        raise refusal from error
+    read = {n: k for n, x in _constants(program) for k, y in enumerate(values) if x is y}
+    if after.changed or not settled.same(first.graph, program.graph, made, read):
+        raise refusal
+    return (first, told) if fixed is None else (program, told_after)
 
 
 def _take_kept(graph: fx.Graph, num: int) -> dict[fx.Node, int]:
@@ -267,7 +285,7 @@ def _constants(program: ExportedProgram) -> Iterator[tuple[fx.Node, Tensor]]:
 
 def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTensorMode,
              loss_fn: LossFn | None, wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-             dtype: torch.dtype | None) -> tuple[Any, tuple[tuple[str, ...], Form]]:
+             dtype: torch.dtype | None) -> Exported:
     """What export makes of one forward, and the names and form of its outputs."""
     told: list[tuple[tuple[str, ...], Form]] = []
     flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +15,27 @@ def same(one: fx.Graph, two: fx.Graph, kept_one: KeptNodes, kept_two: KeptNodes)
     return _text(one, kept_one) == _text(two, kept_two)
 
 
-def constant(module: fx.GraphModule, wanted: Sequence[fx.Node]) -> list[Tensor] | None:
-    """The values of these nodes, if they are the same whatever the inputs and parameters are."""
+def constant(module: fx.GraphModule, wanted: Sequence[fx.Node],
+             state: Collection[str] = ()) -> list[Tensor] | None:
+    """The values of these nodes, if they are the same whatever the inputs and parameters are. They
+    may depend on placeholders that are `state`, which are then read as zeros."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node.op != "output":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output([made[node] for node in wanted])
-    live = _live(graph, {})
+    live, zeros = _live(graph, {}), list[Tensor]()
     for node in reversed(graph.nodes):
-        tags = getattr(node.target, "tags", ())
-        if node in live and (torch.Tag.nondeterministic_seeded in tags or (
-                node.op == "placeholder" and not live.isdisjoint(node.users))):
-            return None
-        if node.op == "placeholder" or node not in live:
+        if node not in live or (node.op == "placeholder" and not node.users):
             graph.erase_node(node)
-    found: list[Tensor] = fx.Interpreter(fx.GraphModule(module, graph)).run()
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return None
+        if node.op == "placeholder":
+            if node.name not in state:
+                return None
+            zeros.append(torch.zeros_like(node.meta["val"], device="cpu"))
+    found: list[Tensor] = fx.Interpreter(fx.GraphModule(module, graph)).run(*zeros)
     return found
 
 
