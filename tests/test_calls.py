@@ -63,6 +63,27 @@ def slow_claim_hugging_face_outputs_are_what_they_are() -> None:
         assert all(near(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
 
 
+class Mixing(nn.Module):
+    """Takes how tokens are mixed with every call: no tensor of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mix: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(torch.einsum("ij,bjd->bid", mix, x)))).square().mean()
+
+
+def claim_a_batch_may_happen_to_be_as_large_as_a_tensor_without_rows() -> None:
+    mix = torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
+    for degrees in ALL:
+        model, plain = parallel(degrees, Mixing), net(Mixing)
+        for rows in (8, 6, 4):
+            x = torch.randn(rows, 6, 8, generator=torch.Generator().manual_seed(rows))
+            assert near(model(x, mix), plain(x, mix)), (degrees, rows)
+
+
 def slow_claim_the_first_call_may_be_an_evaluation() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees), net()

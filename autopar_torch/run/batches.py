@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from ..errors import RunError, TraceError
-from ..trace.call import Call, take_apart
+from ..trace.call import Call, Rowless, take_apart
 from .agree import Facts, ask, checksum, differences, digest, plain
 from .world import World
 
@@ -31,7 +31,7 @@ class SameBatch:
 
     def __init__(self, world: World, on: bool, batch_dim: int) -> None:
         self.world, self.on, self.batch_dim = world, on and world.size > 1, batch_dim
-        self.num_calls = 0
+        self.num_calls, self.rowless = 0, set[Rowless]()
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool,
              fingerprint: int = 0) -> tuple[Call, list[Tensor], Settle]:
@@ -42,10 +42,11 @@ class SameBatch:
         """
         self.num_calls += 1
         try:
-            call, tensors = take_apart(args, kwargs, self.batch_dim)
+            call, tensors = take_apart(args, kwargs, self.batch_dim, self.rowless)
         except TraceError as error:
             self._asked({"arguments": error.what}, {})()  # the other ranks wait for an answer
             raise
+        self.rowless |= call.rowless
         facts: Facts = {}
         values: Facts = {}
         if self.on:

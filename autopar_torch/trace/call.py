@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
+
+Rowless = tuple[str, int, tuple[int, ...]]  # form of a call, number of a tensor, and its shape
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Call:
     @property
     def rows(self) -> tuple[bool, ...]:
         return tuple(dim is not None for dim in self.rows_dims)
+
+    @property
+    def rowless(self) -> set[Rowless]:
+        """Its tensors that did not follow the number of rows."""
+        return {(str(self.spec), i, shape) for i, (shape, dim) in enumerate(
+            zip(self.shapes, self.rows_dims, strict=True)) if dim is None}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -71,9 +79,11 @@ def shown(leaf: Any) -> str:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
-               batch_dim: int = 0) -> tuple[Call, list[Tensor]]:
+               batch_dim: int = 0, rowless: Set[Rowless] = frozenset()
+               ) -> tuple[Call, list[Tensor]]:
     """Flatten a call into its structure and its tensors, with their rows first. `batch_dim` is
-    where the rows are; a tensor that has too few dims for that may have them in its first."""
+    where the rows are; a tensor that has too few dims for that may have them in its first. What is
+    known to be `rowless` only happens to be as large as the batch is now."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     where = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [leaves[i] for i in where]
@@ -83,8 +93,9 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
                          fix=f"pass the batch as tensors whose dim {batch_dim} is the batch")
     num_rows = sized[0].shape[batch_dim]
     dims = [batch_dim if t.dim() > batch_dim else 0 for t in tensors]
-    rows_dims = tuple(d if t.dim() and t.shape[d] == num_rows else None
-                      for d, t in zip(dims, tensors, strict=True))
+    rows_dims = tuple(d if t.dim() and t.shape[d] == num_rows
+                      and (str(spec), i, tuple(t.shape)) not in rowless else None
+                      for i, (d, t) in enumerate(zip(dims, tensors, strict=True)))
     tensors = [t.movedim(d, 0) if d else t for d, t in zip(rows_dims, tensors, strict=True)]
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     shapes = tuple(tuple(t.shape) for t in tensors)
