@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,6 +63,47 @@ def slow_claim_hugging_face_outputs_are_what_they_are() -> None:
         want = plain(**data, output_hidden_states=True)
         assert len(got.hidden_states) == len(want.hidden_states)
         assert all(near(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    logits: Tensor
+    loss: Tensor | None
+    hidden: list[Tensor]
+
+
+class Scoring(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Scores:  # type: ignore[override]
+        logits, loss = super().forward(x, y)
+        return Scores(logits, loss, [logits.exp()])
+
+
+def claim_a_dataclass_comes_back_as_what_it_is() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees, Scoring), net(Scoring)
+        x, y = batch(6)
+        for out in (model(x, y), model(x, y).own):
+            assert near(out.loss, plain(x, y).loss) and "not gathered" in refused(
+                lambda o=out: o.logits + 1)
+        inside, want = model(x), plain(x)  # the loss is made outside
+        assert type(inside) is Scores and inside.loss is None
+        for out in (inside, want):
+            (out.logits.square().mean() + out.hidden[0].mean()).backward()
+        assert near(*(dict(m.named_parameters())["head.weight"].grad for m in (model, plain)))
+        with torch.no_grad():
+            got = model.eval()(x, y)
+            assert type(got) is Scores and near(got.hidden[0], plain.eval()(x, y).hidden[0])
+
+
+class Opaque(Net):
+    def forward(self, x: Tensor) -> object:  # type: ignore[override]
+        return SimpleNamespace(logits=super().forward(x, None)[0])
+
+
+def claim_a_class_that_hides_its_tensors_is_refused_with_what_to_return() -> None:
+    for degrees in ALL:
+        said = refused(lambda d=degrees: parallel(d, Opaque)(batch()[0]))
+        assert "no tensor is found" in said and "dataclass" in said, said
 
 
 class Mixing(nn.Module):

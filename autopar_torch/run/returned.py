@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import RunError
-from ..trace.form import Form, Outputs
+from ..trace.form import Form, as_tree
 
 
 class NotGatheredError(RunError, TypeError):
@@ -95,7 +95,7 @@ def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> A
 
 def ends_of(output: Any) -> list[Tensor]:
     """What a backward can begin at."""
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Outputs) else output)
+    leaves = pytree.tree_leaves(as_tree(output))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

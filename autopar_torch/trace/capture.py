@@ -85,11 +85,13 @@ class _Flat(nn.Module):
 
 def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
     """What is wanted; all that there is, where it is to be a loss and that is made outside."""
+    if not named:
+        raise PlanError("no tensor is found in what the model returns", where="forward",
+                        fix="return tensors in a tuple, list, dict or dataclass")
     missing = [name for name in wanted if name not in named]
-    if not named or any(name != "loss" for name in missing):
-        raise PlanError(f"the model returns no {', '.join(missing)}, only "
-                        f"{', '.join(named) or 'nothing'}",
-                        where="outputs=" if named else "forward")
+    if any(name != "loss" for name in missing):
+        raise PlanError(f"the model returns no {', '.join(missing)}, only {', '.join(named)}",
+                        where="outputs=")
     return tuple(named) if missing else wanted
 
 

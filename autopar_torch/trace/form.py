@@ -36,11 +36,12 @@ class Named:
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a model's output; `by_name`: it is given back as `Outputs`."""
+    """The structure of a model's output; `kind`: the class that holds it, if torch does not know
+    that to be a structure."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    by_name: bool = False
+    kind: type | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -60,12 +61,17 @@ class Form:
             return at_rows(leaf, rows) if type(leaf) is int else leaf
 
         tree = pytree.tree_unflatten(map(filled, self.leaves), self.spec)
-        return Outputs(tree) if self.by_name else tree
+        if self.kind is None or issubclass(self.kind, Mapping):
+            return tree if self.kind is None else Outputs(tree)
+        made = object.__new__(self.kind)  # what its own __init__ does was done in the trace
+        for name, value in tree.items():
+            object.__setattr__(made, name, value)
+        return made
 
     def portable(self) -> Form:
         """The form for another process. If that may not know the class, it is given by name."""
         try:
-            pickle.dumps((self.spec, self.leaves))
+            pickle.dumps((self.spec, self.leaves, self.kind))
         except (pickle.PicklingError, AttributeError, TypeError):
             return form_of(self.names)
         return self
@@ -75,7 +81,7 @@ def form_of(names: Iterable[str]) -> Form:
     """Outputs by name, where the model has no structure of its own for them."""
     places = {name: Named(name) for name in names}
     leaves, spec = pytree.tree_flatten(places)
-    return Form(spec, tuple(leaves), by_name=True)
+    return Form(spec, tuple(leaves), Outputs)
 
 
 def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
@@ -93,8 +99,7 @@ def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
 def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
     """The structure of an output and its tensors by name; the scalar one (or the key `loss`) is the
     loss."""
-    strange = pytree.tree_structure(output).is_leaf() and not isinstance(output, Tensor)
-    tree = _as_dict(output) if strange else output
+    tree = as_tree(output)
     leaves, spec = pytree.tree_flatten(tree)
     named: dict[str, Tensor] = {}
     kept: list[Any] = []
@@ -104,11 +109,13 @@ def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
         if isinstance(leaf, Tensor):
             named[place.name] = leaf
         kept.append(leaf if isinstance(leaf, _PLAIN) else place)
-    return Form(spec, tuple(kept), by_name=strange and isinstance(tree, dict)), named
+    return Form(spec, tuple(kept), type(output) if tree is not output else None), named
 
 
-def _as_dict(output: Any) -> Any:
+def as_tree(output: Any) -> Any:
     """A class that torch does not know to be a structure, as a dict."""
+    if not pytree.tree_structure(output).is_leaf():
+        return output
     if isinstance(output, Mapping):
         return dict(output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
