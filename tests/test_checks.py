@@ -98,7 +98,11 @@ def by_itself(h: Tensor) -> Tensor:
     return h * 2 if large else h
 
 
-@pytest.mark.parametrize("check", [branches, raises_or_not, caught, by_itself])
-def test_a_branch_on_values_is_refused(check: Any) -> None:
-    with pytest.raises(TraceError, match="data-dependent"):
+def transformed(h: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * row.sum())(h)
+
+
+@pytest.mark.parametrize("check", [branches, raises_or_not, caught, by_itself, transformed])
+def test_what_a_trace_cannot_follow_is_refused(check: Any) -> None:
+    with pytest.raises(TraceError, match=r"data-dependent|torch\.func"):
         traced(check)

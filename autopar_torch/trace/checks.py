@@ -31,7 +31,7 @@ def passed() -> contextlib.AbstractContextManager[None]:
 
     def known(value: Tensor) -> bool:
         frame = sys._getframe(1)
-        ask = _unknown(value) and not _caught(frame)
+        ask = isinstance(value, FakeTensor) and value.constant is None and not _caught(frame)
         good = _good(frame.f_code, frame.f_lasti) if ask else None
         if good is None:
             return plain(value)
@@ -39,10 +39,6 @@ def passed() -> contextlib.AbstractContextManager[None]:
         return good
 
     return attributes_set(Tensor, __bool__=known)
-
-
-def _unknown(value: Tensor) -> bool:
-    return isinstance(value, FakeTensor) and value.constant is None
 
 
 def _caught(frame: FrameType | None) -> bool:

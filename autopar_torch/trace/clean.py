@@ -46,10 +46,14 @@ def _info(value: Any) -> Any:
     return None
 
 
-def _memory(value: Any) -> frozenset[int]:
+def _memory(value: Any, line: str) -> frozenset[int]:
     """Of one tensor or of several: equal numbers are the same memory, as the graph keeps them."""
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    return frozenset(t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor))
+    tensors = [t for t in (value if isinstance(value, (tuple, list)) else (value,))
+               if isinstance(t, torch.Tensor)]
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        raise TraceError("torch.func (vmap, grad, jvp) cannot be traced", where=line or "forward",
+                         fix="write it out for the whole batch")
+    return frozenset(t.untyped_storage()._cdata for t in tensors)
 
 
 def schema_name(node: fx.Node) -> str:
@@ -83,8 +87,9 @@ def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozens
         else:
             new = graph.node_copy(node, lambda n: env[n])
             value = node.meta.get("val")
-            new.meta = {"info": _info(value), "memory": _memory(value),
-                        "module": module_path(node), "line": line_of(node)}
+            line = line_of(node)
+            new.meta = {"info": _info(value), "memory": _memory(value, line),
+                        "module": module_path(node), "line": line}
             if autocast is not None:
                 spell_out(graph, node, new, autocast, _info)
             env[node] = new
