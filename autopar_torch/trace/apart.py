@@ -88,7 +88,7 @@ def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
 def _picks(node: fx.Node) -> bool:
     """Whether all that read these numbers take them for rows, or for where rows begin."""
     return all(_picks(user) if op_name(user) in _VIEWS else op_name(user) in _PICKS
-               or (op_name(user) == "embedding_bag" and user.args[2] is node)
+               or (op_name(user) == "embedding_bag" and node in user.args[2:3])
                for user in node.users)
 
 

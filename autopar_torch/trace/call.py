@@ -93,8 +93,9 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
                          fix=f"pass the batch as tensors whose dim {batch_dim} is the batch")
     num_rows = sized[0].shape[batch_dim]
     dims = [batch_dim if t.dim() > batch_dim else 0 for t in tensors]
+    form = str(spec) if rowless else ""
     rows_dims = tuple(d if t.dim() and t.shape[d] == num_rows
-                      and (str(spec), i, tuple(t.shape)) not in rowless else None
+                      and (form, i, tuple(t.shape)) not in rowless else None
                       for i, (d, t) in enumerate(zip(dims, tensors, strict=True)))
     tensors = [t.movedim(d, 0) if d else t for d, t in zip(rows_dims, tensors, strict=True)]
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
