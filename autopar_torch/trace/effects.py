@@ -14,6 +14,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from .burnt import (
 )
 
 _Cached = functools._lru_cache_wrapper
-_NO_TENSORS = "torch.", "sympy.", "autopar_torch."  # their cached functions keep none
+_NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep none
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _OTHERS = "; or let it train untraced, with data parallelism"
 Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it holds, where it is)
@@ -69,7 +70,8 @@ class Effects:
         _refuse_hooks(self.model)
         with (attributes_set(nn.Module, __getattribute__=self._getter(),
                              __setattr__=self._setter()),
-              attributes_set(CheckpointFunction, apply=staticmethod(_unrolled)), _forgotten()):
+              attributes_set(CheckpointFunction, apply=staticmethod(_unrolled)),
+              _forgotten(self.model)):
             yield
 
     @contextlib.contextmanager
@@ -173,17 +175,27 @@ def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forgotten() -> Iterator[None]:
+def _forgotten(model: nn.Module) -> Iterator[None]:
     """What cached functions keep of a trace has no values: their next call is to compute it."""
-    found = [own for own in gc.get_objects() if type(own) is _Cached
-             and not str(getattr(own, "__module__", "")).startswith(_NO_TENSORS)]
-    missed = [own.cache_info().misses for own in found]
     try:
         yield
     finally:
-        for own, before in zip(found, missed, strict=True):
-            if own.cache_info().misses > before:
+        for own in _cached(model):
+            found = [x for x in gc.get_referents(own) if x is not vars(own)]
+            if any(isinstance(x, FakeTensor) for x in tree_leaves(found)):
                 own.cache_clear()
+
+
+def _cached(model: nn.Module) -> Iterator[Any]:
+    """Cached functions of the model's classes, of their modules, and of what those import."""
+    kinds = {kind for own in model.modules() for kind in type(own).__mro__}
+    homes = {sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules}
+    imported = {x for home in homes for x in vars(home).values() if isinstance(x, ModuleType)}
+    for held in map(vars, (*kinds, *homes, *imported)):
+        home = str(held.get("__module__") or held.get("__name__"))
+        if home.partition(".")[0] not in _NO_TENSORS:
+            values = (getattr(value, "__func__", value) for value in list(held.values()))
+            yield from (value for value in values if type(value) is _Cached)
 
 
 def _numbers() -> bytes:
