@@ -68,6 +68,13 @@ class AsAssigned(AsRegistered):
         return self.ramp
 
 
+class AsNew(Keeping):
+    def table(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "ramp"):
+            self.register_buffer("ramp", ramp(x), persistent=False)
+        return self.ramp
+
+
 class BySize(Keeping):
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +96,7 @@ class Cached(Keeping):
         return cached_ramp(x.shape[-1])
 
 
-RIGHT = [AsAttribute, AsRegistered, AsAssigned, BySize, Cached]
+RIGHT = [AsAttribute, AsRegistered, AsAssigned, AsNew, BySize, Cached]
 
 
 def claim_tables_that_forward_keeps_are_those_of_one_process() -> None:
@@ -158,6 +165,20 @@ class OfParametersInEval(Keeping):
         return self.kept
 
 
+class Saved(Keeping):
+    """It would be in the state_dict after the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kept
+        self.register_buffer("kept", None)
+
+    def table(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = ramp(x)
+        return self.kept
+
+
 class OfRows(Keeping):
     def table(self, x: Tensor) -> Tensor:
         if self.kept is None:
@@ -192,7 +213,8 @@ def claim_what_evaluation_keeps_of_parameters_follows_them() -> None:
                 assert near(*losses) and near(model.eval()(x), plain.eval()(x)), degrees
 
 
-@pytest.mark.parametrize("kind", [Random, Fading, OfInputs, OfParameters, OfRows, OnlyOnce])
+@pytest.mark.parametrize("kind", [Random, Fading, OfInputs, OfParameters, OfRows, OnlyOnce,
+                                  Saved])
 def test_other_things_that_forward_keeps_are_refused(kind: type[Keeping]) -> None:
     model = kind()
     with pytest.raises(TraceError, match=r"forward changes the model\.kept"):

@@ -210,7 +210,7 @@ class _RowsTrial:
             for n, kept in whole.state.items():
                 if not all(torch.allclose(kept, p.state[n], self.limit, self.limit, True)
                            for p in parts):
-                    kind = "parameter" if n in whole.params else "buffer"
+                    kind = "parameter" if isinstance(kept, nn.Parameter) else "buffer"
                     return f"the {kind} {n} would record the rows of one rank only", []
             if why := self._joined_numbers([whole, *parts], spans):
                 return why, []

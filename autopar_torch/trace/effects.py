@@ -81,14 +81,14 @@ class Effects:
         try:
             yield
         finally:
-            restore(self.before.values())
+            self._restore(self.before.values())
             for now, then in children:
                 now.clear()
                 now.update(then)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
-        """Around forward itself: what else has changed when it returns must not be tensors."""
+        """Around forward itself: what else has changed when it returns, and what it has kept."""
         drawn = _numbers()
         yield
         if _numbers() != drawn:
@@ -114,7 +114,8 @@ class Effects:
                     "once", where=line,
                     fix="register it as a buffer, or change it outside of forward" + _OTHERS,
                 )
-                if key not in now:
+                if key not in now or (now[key][2] is not vars(own)  # its state_dict is another
+                                      and key not in own._non_persistent_buffers_set):
                     raise self.changed
                 self.kept += [x for x in tree_leaves(now[key][1]) if isinstance(x, FakeTensor)]
 
@@ -132,9 +133,25 @@ class Effects:
         def value_of(x: Any) -> Any:
             return given.get(id(x), x)
 
-        restore((own, {name: (value_of(value), tree_map(value_of, items),
-                              vars(own) if id(value) in given else store)
-                       for name, (value, items, store) in now.items()}) for own, now in self.after)
+        self._restore((own, {name: (value_of(value), tree_map(value_of, items),
+                                    vars(own) if id(value) in given else store)
+                             for name, (value, items, store) in now.items()})
+                      for own, now in self.after)
+
+    def _restore(self, states: Iterable[tuple[Any, Attributes]]) -> None:
+        """Give modules and configs the attributes that they had once."""
+        for own, then in states:
+            for name, (_, _, store) in self._state(own).items():
+                if name not in then or then[name][2] is not store:
+                    del store[name]
+                if name not in then and isinstance(own, nn.Module):
+                    own._non_persistent_buffers_set.discard(name)
+            for name, (value, items, store) in then.items():
+                store[name] = value
+                if value is not items and not _equal(_held(value), items):
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(
+                        dict(items) if isinstance(value, dict) else items)
 
     def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
@@ -212,23 +229,6 @@ def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)):
         return len(old) == len(new) and all(map(_equal, old, new))
     return old is new or (isinstance(old, PLAIN) and isinstance(new, PLAIN) and bool(old == new))
-
-
-def restore(states: Iterable[tuple[Any, Attributes]]) -> None:
-    """Give modules and configs the attributes that they had once."""
-    for own, then in states:
-        buffers = vars(own).get("_buffers", {})
-        for name in [name for name, _ in attributes(own) if name not in then]:
-            del vars(own)[name]
-        for name, (value, items, store) in then.items():
-            for other in (vars(own), buffers):
-                if other is not store:
-                    other.pop(name, None)
-            store[name] = value
-            if value is not items and not _equal(_held(value), items):
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(
-                    dict(items) if isinstance(value, dict) else items)
 
 
 def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
