@@ -65,6 +65,13 @@ def test_the_readme_shows_ten_tasks_of_at_most_two_commands() -> None:
     assert len(rows) == 10 and all(row.count("`") // 2 <= 2 for row in rows)
 
 
+def test_the_readme_states_what_installs_and_trains_and_what_passes_the_tests() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```bash\n(.*?)\n```", text, re.S)
+    assert first.startswith("python3 -m venv") and first.endswith(shown()[0])
+    assert second == "python -m pytest" and second in (ROOT / ".ci" / "run").read_text()
+
+
 @pytest.mark.slow
 def test_what_the_readme_shows_a_newcomer_runs(tmp_path: Path) -> None:
     for folder in ("examples", "profiling"):
