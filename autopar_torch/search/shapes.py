@@ -52,7 +52,8 @@ class Shapes:
             if group.degree <= left[group.device]:
                 longer = (*begun, group)
                 yield longer
-                yield from self._longer(longer, _without(left, group))
+                yield from self._longer(
+                    longer, {**left, group.device: left[group.device] - group.degree})
 
     def __iter__(self) -> Iterator[Lineups]:
         return (shape for shape in self._more((), 0, self.counts)
@@ -67,10 +68,6 @@ class Shapes:
             if min(rest.values()) >= 0:
                 yield (*begun, lineup)
                 yield from self._more((*begun, lineup), index, rest)
-
-
-def _without(left: Mapping[int, int], group: Group) -> dict[int, int]:
-    return {**left, group.device: left[group.device] - group.degree}
 
 
 def groups_of(cluster: Cluster, options: Sequence[Option], limits: Constraints,

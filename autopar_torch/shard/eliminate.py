@@ -149,7 +149,8 @@ def eliminate(sizes: Mapping[Variable, int], tables: Iterable[Table],
         met = [live.pop(i) for i in sorted(mentions[variable])]
         axes = sorted({u for scope, _ in met for u in scope} - {variable}, key=rank.__getitem__)
         table = _sum([*axes, variable], sizes, met)
-        steps.append((variable, tuple(axes), _narrow(table.argmin(-1), sizes[variable])))
+        few_bytes = np.min_scalar_type(sizes[variable])  # all choices are kept until the end
+        steps.append((variable, tuple(axes), table.argmin(-1).astype(few_bytes)))
         for u in axes:
             mentions[u] -= mentions[variable]
             mentions[u].add(fresh)
@@ -157,11 +158,6 @@ def eliminate(sizes: Mapping[Variable, int], tables: Iterable[Table],
         fresh += 1
     gone = set(order)
     return Solution(tuple(v for v in sizes if v not in gone), tuple(live.values()), tuple(steps))
-
-
-def _narrow(choices: NDArray[np.int64], size: int) -> NDArray[Any]:
-    """Choices in as few bytes as they need: all steps are kept until the end."""
-    return choices.astype(np.min_scalar_type(size))
 
 
 def minimum(sizes: Mapping[Variable, int], tables: Sequence[Table], most: int = MOST,

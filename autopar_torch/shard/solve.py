@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -92,7 +93,8 @@ class KindTable(NamedTuple):
     solution: Solution
 
 
-def legal(shape: Sequence[int], layouts: Layouts, mesh: tuple[int, ...]) -> bool:
+@lru_cache(maxsize=100_000)
+def legal(shape: tuple[int, ...], layouts: Layouts, mesh: tuple[int, ...]) -> bool:
     """Whether a value can be cut so. Rows of the batch are for replicas, never for tensor axes."""
     sizes = list(shape)
     outers: dict[int, int] = {}
@@ -121,9 +123,8 @@ def combine(node: fx.Node, per_axis: list[Strategy], mesh: tuple[int, ...]) -> l
         halves = tuple(2 * parts if k in around else parts for k, parts in enumerate(mesh))
         if legal(cut, out, halves) and all(
                 legal(shape, form.value, mesh) for shape, form in zip(op.shapes, ins, strict=True)):
-            share = int(np.prod([p for s, p in zip(picked, mesh, strict=True) if s.is_split]))
-            found.append(OpWay(ins, out, ";".join(s.text for s in picked), share,
-                               *around))
+            share = math.prod(p for s, p in zip(picked, mesh, strict=True) if s.is_split)
+            found.append(OpWay(ins, out, ";".join(s.text for s in picked), share, *around))
     return found
 
 

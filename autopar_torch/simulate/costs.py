@@ -195,14 +195,11 @@ class Costs:
         trained = [share for share in own if share.trained]
         whole = sum(map(_local_bytes, trained))
         added_s = cost.added_s * sum(map(self._added, trained)) / whole if whole else 0.0
-        return block_work(cost, gathers, filling, float(sum(map(self._leaf_bytes, used))),
-                          added_s, self.plan.whole(stage))
+        leaf_bytes = float(sum(share.num_local * self._leaf_item(share) for share in used))
+        return block_work(cost, gathers, filling, leaf_bytes, added_s, self.plan.whole(stage))
 
     def _leaf_item(self, share: Share) -> int:
         return item_bytes(leaf_type(share.dtype, self.plan.precision))
-
-    def _leaf_bytes(self, share: Share) -> int:
-        return share.num_local * self._leaf_item(share)
 
     def _gathers(self, shares: Sequence[Share]) -> list[tuple[tuple[int, ...], float]]:
         """Bytes that ZeRO gathers, by team, in the type that forward reads."""

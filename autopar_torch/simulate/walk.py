@@ -154,7 +154,8 @@ def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, .
     for action in order(name, position_of, count):
         needed, message = _needed(action, position_of)
         back = 0 if needed is None else len(steps) - number[needed]
-        number[action] = number[_other_half(action)] = len(steps)
+        other_half = action._replace(op=Op.B if action.op is Op.I else action.op)
+        number[action] = number[other_half] = len(steps)  # the stage before waits for either
         what = _work(action, count) * stages + action.stage
         steps.append((position_of[action.stage], what, back, message))
     return tuple(steps)
@@ -165,11 +166,6 @@ def _work(action: Action, count: int) -> int:
     if action.op in (Op.F, Op.I) or 0 < action.micro_batch < count - 1:
         return OPS.index(action.op)
     return 4 + 2 * (action.micro_batch == count - 1) + (action.op is Op.W)
-
-
-def _other_half(action: Action) -> Action:
-    """B for I and I for B: either makes what the stage before waits for."""
-    return action._replace(op=Op.B) if action.op is Op.I else action
 
 
 def _needed(action: Action, position_of: Sequence[int]) -> tuple[Action | None, int]:
