@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import pytest
 import torch
 
 from autopar_torch.run import world
 from ranks import run_ranks
+from slow import slowly
 
 
-def names(module: str, prefix: str = "claim_") -> list[str]:
-    """So far: to be asked below the claims."""
+def names(module: str) -> list[Any]:
+    """So far: to be asked below the claims. Those called `slow_claim_...` are slow."""
+    return [*_named(module, "claim_"), *slowly(*_named(module, "slow_claim_"))]
+
+
+def _named(module: str, prefix: str) -> list[str]:
     return sorted(n for n in vars(importlib.import_module(module)) if n.startswith(prefix))
 
 
@@ -40,7 +46,7 @@ def check(module: str, prefix: str) -> dict[str, str]:
     world.start()
     torch.set_num_threads(1)
     found = {}
-    for name in names(module, prefix):
+    for name in _named(module, prefix):
         try:
             getattr(importlib.import_module(module), name)()
             found[name] = ""

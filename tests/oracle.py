@@ -9,7 +9,10 @@ rounding into steps.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,8 @@ from torch import Tensor
 
 import autopar_torch as ap
 import zoo
+from autopar_torch.run import tracing
+from autopar_torch.trace import serialize
 
 ROWS, STEPS = 8, 3
 TOLERANCE = 1e-5
@@ -107,6 +112,23 @@ def _must_split(plan: ap.Plan, name: str) -> None:
              if slot.startswith("w_")]
     if forms and sum("S" in text for text in forms) < len(forms) / 8:
         raise AssertionError(f"hardly any parameter of {name} is split: {forms}")
+
+
+@contextlib.contextmanager
+def traced_once() -> Iterator[None]:
+    """For tables: a model of the zoo is traced for the first of its plans, which are many."""
+    known: dict[str, bytes] = {}
+    trace = tracing.trace
+
+    def once(model: Any, call: Any, **options: Any) -> Any:
+        modes = [module.training for module in model.modules()]
+        key = repr((model, call.key, call.rows_dims, modes, sorted(options.items())))
+        if key not in known:
+            known[key] = serialize.pack(trace(model, call, **options))
+        return serialize.unpack(known[key])
+
+    with mock.patch.object(tracing, "trace", once):
+        yield
 
 
 def compare(name: str, plan: ap.Plan, pad: bool, rows: int = ROWS) -> dict[str, float]:

@@ -18,6 +18,7 @@ from autopar_torch.shard.rules import op_name
 from autopar_torch.shard.strategies import strategies
 from autopar_torch.trace import Traced, masks, tiles, trace
 from autopar_torch.trace.call import take_apart
+from slow import slowly
 from test_shard import _sharding
 
 SEQ, VOCAB = 13, 64
@@ -67,7 +68,7 @@ PADDED = torch.tensor([[1] * SEQ, [1] * 9 + [0] * (SEQ - 9)])
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_mask": ONES}], ids=["no mask", "all ones"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", *slowly("llama", "mistral")])
 def test_causal_attention_is_traced_without_a_mask_and_without_repeated_keys(
         name: str, given: dict[str, Tensor]) -> None:
     found = traced(build(name), batch(**given))
@@ -101,7 +102,7 @@ def losses(model: Any, calls: list[dict[str, Tensor]]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", *slowly("qwen3", "mistral", "gpt2")])
 def test_losses_are_those_of_the_model_with_and_without_padding_in_turn(name: str) -> None:
     calls = [batch(), batch(attention_mask=ONES), batch(attention_mask=PADDED), batch(),
              batch(attention_mask=ONES)]
@@ -144,7 +145,7 @@ def test_a_mask_of_floats_that_hides_by_a_little_stays() -> None:
     ({}, {"sliding_window": SEQ - 1}, None), ({}, {"sliding_window": 4}, None),
     ({"position_ids": torch.tensor([[*range(8), *range(SEQ - 8)]] * 2)}, {}, None),
 ], ids=["no mask", "all ones", "wide window", "window", "narrow window", "packed"])
-@pytest.mark.parametrize("size", [3, 4, 64])
+@pytest.mark.parametrize("size", [4, *slowly(3, 64)])
 def test_a_long_mask_is_understood_by_its_tiles(
         monkeypatch: pytest.MonkeyPatch, size: int, given: dict[str, Tensor],
         options: dict[str, int], meaning: bool | None) -> None:

@@ -38,7 +38,7 @@ class Scaled(nn.Module):
         return self.c(torch.relu(self.b(torch.relu(self.a(x)) * self.scale)) * whole)
 
 
-def claim_a_buffer_that_a_plan_cuts_or_puts_elsewhere_is_read_whole() -> None:
+def slow_claim_a_buffer_that_a_plan_cuts_or_puts_elsewhere_is_read_whole() -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     for degrees, always, moving in itertools.product(ALL, (True, False), (True, False)):
         degrees = degrees | ({"num_micro_batches": 1} if moving else {})

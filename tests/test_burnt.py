@@ -147,7 +147,7 @@ class Spectral(Net):
         prune.random_unstructured(self.layers[3], "weight", 0.5)
 
 
-def claim_norms_of_weights_are_traced_or_refused_where_they_would_run_too_often() -> None:
+def slow_claim_norms_of_weights_are_traced_or_refused_where_they_would_run_too_often() -> None:
     want = step_losses(net(Spectral))
     for degrees in (TP2, DP2, {"dp": 2, "zero": 3}, {"pp": 2}):
         model = parallel(degrees, Spectral)
@@ -251,7 +251,7 @@ def claim_what_is_the_same_after_every_forward_is_traced() -> None:
         assert not model.module.noted and not hasattr(model.module, "child")
 
 
-def claim_what_a_trace_would_lose_is_trained_untraced_and_refused_where_split() -> None:
+def slow_claim_what_a_trace_would_lose_is_trained_untraced_and_refused_where_split() -> None:
     for kind, words in LOST.items():
         said = refused(lambda k=kind: parallel(TP2, k)(*batch()))
         assert all(word in said for word in words), (kind, said)
@@ -273,12 +273,6 @@ def slow_claim_gradient_checkpointing_is_traced() -> None:
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
 
 

@@ -78,7 +78,7 @@ class Scoring(Net):
         return Scores(logits, loss, [logits.exp()])
 
 
-def claim_a_dataclass_comes_back_as_what_it_is() -> None:
+def slow_claim_a_dataclass_comes_back_as_what_it_is() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees, Scoring), net(Scoring)
         x, y = batch(6)
@@ -177,7 +177,7 @@ def claim_layers_that_only_training_has_are_left_out_of_evaluation() -> None:
     assert "where the first did not" in refused(lambda: model(x))
 
 
-def claim_autocast_around_forward_is_as_in_one_process() -> None:
+def slow_claim_autocast_around_forward_is_as_in_one_process() -> None:
     for degrees in ALL:
         model, plain, exact = parallel(degrees), net(), net()
         x, y = batch()
@@ -228,12 +228,6 @@ def claim_a_change_on_one_rank_is_seen_in_the_fingerprint() -> None:
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
 
 

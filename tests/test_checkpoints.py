@@ -248,6 +248,7 @@ def claims_of_two(name: str) -> list[str]:
     return [*errors, _error(lambda: model.load(b, opt)), *map(str, sorted(a.iterdir()))]
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_every_bit_and_fail_together(tmp_path: Path) -> None:
     first, second = run_ranks(2, "test_checkpoints:claims_of_two", str(tmp_path))
     assert "cannot save: rank 1" in first[0]
@@ -414,6 +415,7 @@ def beside(folder: str) -> list[Any]:
     return [done, none, again, steps, said, os.listdir(f"{folder}/beside")]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_written_beside_training_is_of_its_step(tmp_path: Path) -> None:
     for done, none, again, steps, said, left in run_ranks(2, "test_checkpoints:beside",
                                                           str(tmp_path)):

@@ -147,9 +147,10 @@ def test_what_was_measured_of_another_model_is_refused(
 
 
 def test_measuring_takes_the_precision_and_refuses_other_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, out = str(ROOT / "profiling" / "models.py") + ":gpt", str(tmp_path / "known.json")
+    (tmp_path / "own.py").write_text(MODEL.replace('"meta"', '"cpu"'))
+    model, out = given[0], str(tmp_path / "known.json")
     given = ["measure", model, "--out", out, "--seconds", "0.1"]
     assert main([*given, "--global-batch-size", "4"]) != 0
     assert "make inputs of so many rows" in capsys.readouterr().err
@@ -471,6 +472,7 @@ def test_doctor_tells_what_fails_and_how_to_mend_it(
     assert main(["doctor"]) == 0 and "You are ready." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor_gives_up_on_ranks_that_do_not_answer() -> None:
     assert machines._ranks(1, 0.0) == "no answer within 0 s"
     assert machines._ranks(1, 120.0) == ""

@@ -74,6 +74,7 @@ def trained(module: nn.Module, name: str, plan: Plan) -> tuple[list[float], list
 # --- numbers and counts ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_compiled_once_for_each_number_of_rows_and_evaluation_not_at_all() -> None:
     plan, module = Plan.uniform(num_micro_batches=3, recompute=True), zoo.build("llama")
     fused = replace(plan, compiled=kinds_of("llama", plan))
@@ -85,6 +86,7 @@ def test_equal_blocks_are_compiled_once_for_each_number_of_rows_and_evaluation_n
     assert made == compiled.compilations
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_numbers_that_it_draws_uncompiled() -> None:
     module = zoo.build("gpt2")
     for own in module.modules():
@@ -149,11 +151,6 @@ def slow_claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> 
     assert usual[0] > 7
 
 
-def claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
-    compiled.compile_graph = stand_in
-    slow_claim_a_split_block_is_one_program_with_its_exchanges_inside()
-
-
 def slow_claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
     plan = Plan.uniform(tp=2)
     kinds = kinds_of("llama", plan)
@@ -170,15 +167,10 @@ def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_with_the_compiler(name: str) -> None:
-    claims.hold(__name__, name)
-
-
 # --- what cannot be compiled ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_block_that_the_compiler_refuses_runs_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,6 +186,7 @@ def test_a_block_that_the_compiler_refuses_runs_uncompiled(
     assert "RuntimeError: too long" in compiled.failures.values()
 
 
+@pytest.mark.slow
 def test_what_is_measured_compiled_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "GAIN", -9.0)
     monkeypatch.setattr(compiling, "ROUNDS", 1)

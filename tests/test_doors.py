@@ -28,6 +28,7 @@ from autopar_torch.simulate import simulate
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
+from slow import slowly
 from trust import fuzz
 
 SIGNED = {"added_s", "backward_bytes", "stash_bytes", "cost_s"}
@@ -50,11 +51,11 @@ def test_many_damaged_files_and_command_lines_are() -> None:
 
 
 def test_edited_shardings_are_right_or_refused() -> None:
-    found = run_ranks(2, "edits:try_edits", list(range(0, 75, 3)))  # of one model
+    found = run_ranks(2, "edits:try_edits", list(range(0, 75, 6)))  # of one model
     for result in found:
         assert result["bad"] == []
         assert "under sharding" in result["caught"] and "is off by" in result["caught"]
-        assert result["counts"]["right"] > 3 and result["counts"]["refused"] > 8
+        assert result["counts"]["right"] > 3 and result["counts"]["refused"] > 5
 
 
 @pytest.mark.slow
@@ -220,7 +221,7 @@ def test_what_was_measured_long_ago_or_with_another_torch_is_said(
 # --- shardings ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "resnet", "unet", "mlp"])
+@pytest.mark.parametrize("name", ["nanogpt", "resnet", *slowly("unet", "mlp")])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 def test_the_rules_allow_what_the_solver_finds(name: str, mesh: tuple[int, ...]) -> None:
     traced = edits.traced(name)

@@ -50,7 +50,7 @@ def differs(degrees: dict[str, Any], **options: Any) -> bool:
     return not all(same)
 
 
-def claim_tables_and_bags_are_split_exactly() -> None:
+def slow_claim_tables_and_bags_are_split_exactly() -> None:
     asked: list[dict[str, Any]] = [
         {"bag": True}, {"bag": True, "mode": "sum"}, {"bag": True, "mode": "max"},
         {"padding_idx": 3}, {"bag": True, "padding_idx": 3}, {"sparse": True},

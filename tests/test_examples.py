@@ -66,12 +66,8 @@ def claim_nanogpt() -> None:
     same("nanogpt", "--steps", "6", plans=("pp2",))
 
 
-def claim_trainer() -> None:
-    same("hf_trainer", plans=("zero3",), saves=True)
-
-
 def slow_claim_trainer() -> None:
-    same("hf_trainer", plans=("dp2", "tp2", "pp2"), saves=True)
+    same("hf_trainer", plans=("zero3", "dp2", "tp2", "pp2"), saves=True)
 
 
 def slow_claim_nanogpt() -> None:
@@ -92,17 +88,20 @@ def claim_moe() -> None:
     same("moe", plans=("dp2", "tp2"))
 
 
+@pytest.mark.slow
 def test_a_plan_for_1024_devices_comes_with_a_page(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     assert numbers("plan_1024", "--out", str(out))[0] > 0
     assert "1,024 device(s)" in out.read_text()
 
 
+@pytest.mark.slow
 def test_no_wish_makes_a_plan_faster() -> None:
     free, *others = numbers("constraints")
     assert all(step_s >= free for step_s in others) and max(others) > free
 
 
+@pytest.mark.slow
 def test_more_machines_that_differ_make_no_step_longer() -> None:
     *apart, together = numbers("mixed_cluster")
     assert together <= min(apart)
@@ -113,6 +112,7 @@ def test_no_policy_does_better_than_one_who_knows_the_future() -> None:
     assert all(share <= oracle for share in others) and others[0] < oracle
 
 
+@pytest.mark.slow
 def test_the_same_tokens_in_longer_sequences_take_longer() -> None:
     steps = numbers("long_sequences")
     assert len(steps) == 4 and steps == sorted(steps)
@@ -142,10 +142,4 @@ def test_a_model_of_peft_is_one_for_a_trainer() -> None:
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)

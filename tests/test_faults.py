@@ -85,6 +85,7 @@ def test_a_rank_that_stands_still_is_named_after_the_limit(fault: str, why: str)
         assert 4 < job.after("FAULT", "CAUGHT", "rank 1") < 9
 
 
+@pytest.mark.slow
 def test_long_work_is_warned_of_and_a_call_of_one_rank_alone_is_named() -> None:
     with Job(2, {"fault": "late, then state_dict"}, how="hand", limit_s=3) as job:
         codes = job.wait(START_S)
@@ -103,6 +104,7 @@ def test_long_work_is_warned_of_and_a_call_of_one_rank_alone_is_named() -> None:
         expect_nothing_left(job)
 
 
+@pytest.mark.slow
 def test_one_node_listens_to_itself_alone_and_ends_with_its_launcher(plan: str) -> None:
     """Children that are ended as soon as they are there (`with Pool()`) end no rank."""
     with Job(2, {"steps": 1000, "pause_s": 0.2, "fault": "fork"}, how="autopar",

@@ -202,6 +202,7 @@ class Here:
         self.node = node
 
 
+@pytest.mark.slow
 def test_a_run_moves_when_a_link_falls_and_back_when_it_returns() -> None:
     (plans, losses, told), _ = run_ranks(2, "test_following:followed", 120, "follow")
     kept, want, nothing = run_ranks(2, "test_following:followed", 120, "tell")[0]

@@ -59,7 +59,7 @@ def claim_norms_by_hand(job: Job) -> Any:
 
 
 @everywhere
-def claim_a_penalty_in_the_loss(job: Job) -> Any:
+def slow_claim_a_penalty_in_the_loss(job: Job) -> Any:
     loss = job.loss() + 1e-3 * sum((p**2).sum() for p in job.params)
     loss = loss + 1e-2 * sum(p.norm() for p in job.params) + 1e-3 * sum(
         p.abs().mean() for p in job.params)
@@ -135,7 +135,7 @@ def claim_gradients_are_edited(job: Job) -> Any:
 
 
 @everywhere
-def claim_frozen_parameters(job: Job) -> Any:
+def slow_claim_frozen_parameters(job: Job) -> Any:
     job = Job(job.plan, frozen=True)
     opt = adamw([p for p in job.params if p.requires_grad])
     job.backward()

@@ -99,7 +99,7 @@ class Cached(Keeping):
 RIGHT = [AsAttribute, AsRegistered, AsAssigned, AsNew, BySize, Cached]
 
 
-def claim_tables_that_forward_keeps_are_those_of_one_process() -> None:
+def slow_claim_tables_that_forward_keeps_are_those_of_one_process() -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     for kind, degrees in [(kind, degrees) for kind in RIGHT for degrees in ALL]:
         model, plain = ap.parallelize(kind(), plan=ap.Plan.uniform(**degrees)), kind()

@@ -119,6 +119,7 @@ def ranks() -> list[dict[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_peak_memory_is_predicted_within_a_tenth(ranks: list[dict[str, dict[str, Any]]]) -> None:
     errors = {(rank, name): found[name]["predicted_bytes"] / found[name]["measured_bytes"] - 1
               for rank, found in enumerate(ranks) for name in PLANS}
@@ -126,6 +127,7 @@ def test_peak_memory_is_predicted_within_a_tenth(ranks: list[dict[str, dict[str,
     assert statistics.median(map(abs, errors.values())) < 0.05, errors
 
 
+@pytest.mark.slow
 def test_step_times_are_predicted_in_their_size(ranks: list[dict[str, dict[str, Any]]]) -> None:
     """Wide on purpose, and in one of three tries: other load may come and go.
     `python profiling accuracy` is the real test."""

@@ -134,12 +134,6 @@ def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
-    claims.hold(__name__, name)
-
-
 def test_large_experts_are_tried_small() -> None:
     with torch.device("meta"):
         model = Experts()

@@ -196,6 +196,7 @@ def test_gloo_gets_the_rate_too(lab: Lab, rate: float) -> None:
 # ---- shares, limits, failures
 
 
+@pytest.mark.slow
 @at_least
 @patient
 def test_a_share_of_a_core_is_what_is_set_and_can_change(lab: Lab, least: float) -> None:
@@ -241,6 +242,7 @@ def test_ranks_fill_the_nodes_and_no_route_leads_out(lab: Lab) -> None:
         assert [route.split()[0] for route in each["routes"]] == ["198.18.0.0/24"]
 
 
+@pytest.mark.slow
 def test_ranks_in_a_lab_fail_and_hang_as_others_do(lab: Lab) -> None:
     with pytest.raises(AssertionError, match=r"rank 1 exited with 1(.|\n)*rank one has had enough"):
         run_ranks(2, "test_netlab:fail_on_one", lab=lab)

@@ -48,7 +48,7 @@ def claim_lbfgs(job: Job) -> Any:
 
 
 @everywhere
-def claim_a_closure_for_adam_with_a_penalty(job: Job) -> Any:
+def slow_claim_a_closure_for_adam_with_a_penalty(job: Job) -> Any:
     opt = adamw(job.params)
 
     def closure() -> Any:
@@ -66,7 +66,7 @@ def claim_a_closure_for_adam_with_a_penalty(job: Job) -> Any:
 
 
 @everywhere
-def claim_all_common_optimizers(job: Job) -> Any:
+def slow_claim_all_common_optimizers(job: Job) -> Any:
     found = []
     for name in ("SGD", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax", "ASGD"):
         opt = getattr(torch.optim, name)(job.params, lr=1e-3)
@@ -128,7 +128,7 @@ def claim_groups_and_schedules(job: Job) -> Any:
 
 
 @everywhere
-def claim_saved_by_one_and_loaded_by_all(job: Job) -> Any:
+def slow_claim_saved_by_one_and_loaded_by_all(job: Job) -> Any:
     found: list[Any] = []
     for make in (adamw, lambda ps: torch.optim.Adafactor(ps, 1e-2, eps=(1e-4, 1e-3)),
                  lambda ps: torch.optim.SGD(ps, 1e-2, momentum=0.9)):
@@ -169,7 +169,7 @@ def claim_state_of_parts_of_the_model(job: Job) -> Any:
 
 
 @everywhere
-def claim_adafactor_of_transformers(job: Job) -> Any:
+def slow_claim_adafactor_of_transformers(job: Job) -> Any:
     optimization = pytest.importorskip("transformers.optimization")
     make = functools.partial(optimization.Adafactor, job.params, eps=(1e-4, 1e-3))
     found = job.train(make())

@@ -96,7 +96,7 @@ def claim_every_call_may_use_other_outputs() -> None:
     same(Heads, loss_of)
 
 
-def claim_the_same_model_with_labels_and_without() -> None:
+def slow_claim_the_same_model_with_labels_and_without() -> None:
     def loss_of(model: Any, number: int) -> Tensor:
         x, y = batch(8, number)
         model.train(number != 2)  # a backward in eval mode, too
@@ -171,7 +171,7 @@ def _averaged(model: Any) -> list[Tensor]:
             *averages[0].module.state_dict().values()]
 
 
-def claim_a_copy_holds_its_own_parts_as_averages_need() -> None:
+def slow_claim_a_copy_holds_its_own_parts_as_averages_need() -> None:
     want = _averaged(net())
     for degrees in ALL:
         got = _averaged(parallel(degrees))
@@ -180,12 +180,6 @@ def claim_a_copy_holds_its_own_parts_as_averages_need() -> None:
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
 
 

@@ -18,6 +18,7 @@ from autopar_torch.shard.layout import parse_forms, parts_of
 from autopar_torch.simulate import simulate
 from problems import unequal
 from published import planning, pools, sailor
+from slow import slowly
 
 ROWS = pools.NUM_ROWS
 POOLS = sailor.own_plans(ROWS)
@@ -39,7 +40,7 @@ def test_a_plan_of_sailors_stays_what_it_is_as_one_of_ours(row: dict) -> None:
     assert max(after.numbers) == before.numbers[0]
 
 
-@pytest.mark.parametrize("row", POOLS, ids=lambda row: str(row["pool"]))
+@pytest.mark.parametrize("row", [POOLS[0], *slowly(*POOLS[1:])], ids=lambda row: str(row["pool"]))
 def test_our_plan_is_never_slower_than_sailors_by_either_simulator(
         row: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "REPEATS", 1)

@@ -164,7 +164,7 @@ def _check(name: str, plans: list[str], under: Any = contextlib.nullcontext,
         assert _off(found, _alone(name)) < NOISE, (name, text, found, _alone(name))
 
 
-def claim_float_inputs_meet_bfloat16_parameters_as_under_autocast() -> None:
+def slow_claim_float_inputs_meet_bfloat16_parameters_as_under_autocast() -> None:
     _check("dit", ["tp2", "zero bubble", "dp2"])
     _check("regression", ["pp2", "zero3"])
     _check("vae", ["tp2", "zero bubble"])
@@ -174,7 +174,7 @@ def claim_batch_statistics_are_right_in_bfloat16() -> None:
     _check("resnet", ["tp2", "zero3"])
 
 
-def claim_losses_of_bfloat16_models_are_computed_in_float32() -> None:
+def slow_claim_losses_of_bfloat16_models_are_computed_in_float32() -> None:
     """Also where the model does not ask for it (HF's GPT-2 does)."""
     _check("nanogpt", ["tp2", "pp2"])
     _check("gpt2", ["zero3"])
@@ -304,12 +304,6 @@ def claim_weights_may_be_in_any_precision_themselves() -> None:
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
 
 

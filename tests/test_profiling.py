@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 DOOR = ROOT / "profiling"
 SCRIPTS = runpy.run_path(str(DOOR / "__main__.py"))["SCRIPTS"]
@@ -37,6 +39,7 @@ def test_the_door_lists_every_script_with_its_question() -> None:
     assert max(map(len, shown)) <= 100
 
 
+@pytest.mark.slow
 def test_every_script_tells_its_options() -> None:
     done = run("-c", HELP, str(DOOR), *SCRIPTS)
     assert done.returncode == 0, done.stderr

@@ -68,15 +68,15 @@ def _draw_as_one_process(script: Callable[[Any], tuple[list[float], list[int]]])
         assert 1e-5 < _off(losses, want) < 0.1, (degrees, losses, want)
 
 
-def claim_randomwindows_are_the_same_on_all_ranks() -> None:
+def slow_claim_randomwindows_are_the_same_on_all_ranks() -> None:
     _draw_as_one_process(_train_on_windows)
 
 
-def claim_shuffled_epochs_are_those_of_one_process() -> None:
+def slow_claim_shuffled_epochs_are_those_of_one_process() -> None:
     _draw_as_one_process(_epochs)
 
 
-def claim_generators_stay_the_users() -> None:
+def slow_claim_generators_stay_the_users() -> None:
     batch = {"idx": torch.arange(64).view(4, 16) % 61, "targets": torch.ones(4, 16).long()}
     for kind, degrees in ((Text, DP2), (Text, PP2), (Text, TP2), (Untraced, DP2)):
         module, before = kind(0.1), states()

@@ -28,6 +28,7 @@ from autopar_torch.report.perfetto import export
 from autopar_torch.report.sections import axis_times, sections
 from autopar_torch.report.story import Story, groups, runs
 from autopar_torch.timeline import COMPUTE, Span, Timeline
+from slow import slowly
 
 CHROMIUM = shutil.which("chromium")
 LIMITED = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
@@ -62,7 +63,7 @@ def told(story: Story) -> str:
     return "\n".join(text.lines(story))
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", ["unequal", *slowly("one node", "1,024 devices")])
 def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(cluster: str) -> None:
     shown = page.page(story_of(cluster), "a plan")
     assert "<title>a plan</title>" in shown and "prefers-color-scheme: dark" in shown

@@ -73,6 +73,7 @@ def ready(nanogpt: tuple[Traced, dict[str, torch.Tensor]], *plans: ap.Plan) -> S
     return session(traced, given, call, tensors, {}, own.world, own.device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_chain_takes_at_most_what_was_said_and_not_much_less(
         recompute: bool, nanogpt: tuple[Traced, dict[str, torch.Tensor]]) -> None:

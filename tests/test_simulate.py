@@ -31,6 +31,7 @@ from autopar_torch.simulate.network import lookup
 from autopar_torch.timeline import COMM, COMPUTE, Memory, Span, Timeline
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
+from slow import slowly
 from zoo import NanoGPT
 
 CORE = {"core": 1.0}
@@ -189,8 +190,8 @@ def test_a_slower_link_of_a_node_slows_the_cards_of_all_its_devices() -> None:
     assert slow == pytest.approx(2 * usual, rel=0.05)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("zero", [1, *slowly(2, 3)])
+@pytest.mark.parametrize("schedule", ["1f1b", *slowly("gpipe", "interleaved", "zero_bubble")])
 def test_parameters_of_two_stages_are_summed_once_whatever_the_schedule(
     schedule: str, zero: int
 ) -> None:

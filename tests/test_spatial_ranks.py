@@ -98,7 +98,7 @@ def claim_a_share_of_a_bias_gradient_becomes_partial_sums() -> None:
         assert torch.equal(got, want), target
 
 
-def claim_what_is_saved_from_blocks_is_read_by_any_plan() -> None:
+def slow_claim_what_is_saved_from_blocks_is_read_by_any_plan() -> None:
     torch.manual_seed(0)
     plan = ring_plan("nanogpt", {"tp": 4})
     model = ap.parallelize(zoo.build("nanogpt"), plan=plan)
@@ -135,7 +135,7 @@ def claim_weights_and_their_state_are_cut_n_times_n_ways() -> None:
         assert {tuple(local(tensor).shape) for tensor in kept} == {sizes}, name
 
 
-def claim_evaluation_follows_the_cut_of_the_parameters() -> None:
+def slow_claim_evaluation_follows_the_cut_of_the_parameters() -> None:
     model = ap.parallelize(zoo.build("nanogpt"), plan=ring_plan("nanogpt", {"tp": 4}))
     batch = zoo.batch("nanogpt", 8, pad=True)
     trained = float(oracle.loss_of(model(**batch)))

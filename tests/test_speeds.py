@@ -98,6 +98,7 @@ def on_nodes(share: float, memory_bytes: int | None = None) -> dict[str, Any]:
     return one
 
 
+@pytest.mark.slow
 @patient
 def test_a_node_with_half_a_core_is_a_class_of_its_own() -> None:
     found = on_nodes(0.5, memory_bytes=GIB)
@@ -108,12 +109,14 @@ def test_a_node_with_half_a_core_is_a_class_of_its_own() -> None:
     assert small <= 0.8 * GIB < large, "what torch takes is not left for tensors"
 
 
+@pytest.mark.slow
 @patient
 def test_equal_nodes_are_one_class() -> None:
     found = on_nodes(1.0)
     assert found["speeds"] == [1.0, 1.0] and found["classes"] == 1
 
 
+@pytest.mark.slow
 def test_ranks_on_the_cores_of_one_node_are_equal_whoever_waits() -> None:
     for each in run_ranks(2, "test_speeds:measured"):
         assert each["speeds"] == [1.0, 1.0] and each["classes"] == 1

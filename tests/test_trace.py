@@ -18,6 +18,7 @@ from autopar_torch.model import ROWS, at_rows
 from autopar_torch.run import tracing
 from autopar_torch.trace import Traced, serialize, trace
 from autopar_torch.trace.call import take_apart
+from slow import slowly
 
 
 def traced(model: nn.Module, **batch: Tensor) -> Traced:
@@ -25,11 +26,10 @@ def traced(model: nn.Module, **batch: Tensor) -> Traced:
 
 
 FEW = ("gpt2", "nanogpt", "resnet")
-ZOO = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.MODELS
-               if name not in FEW)]
+ZOO = [*FEW, *slowly(*(name for name in zoo.MODELS if name not in FEW))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "nanogpt", "encoder"])
+@pytest.mark.parametrize("name", ["gpt2", "nanogpt", *slowly("llama", "bert", "encoder")])
 def test_equal_layers_share_a_kind(name: str) -> None:
     graph = traced(zoo.build(name), **zoo.batch(name, 2)).graph
     assert (len(graph.blocks), len(graph.kinds)) == (6, 3)

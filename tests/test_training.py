@@ -52,7 +52,7 @@ def claim_batch_size_may_change_between_steps() -> None:
             assert _near(model(**batch), oracle.loss_of(plain(**batch))), (degrees, rows)
 
 
-def claim_replicas_stay_in_step_with_fewer_rows_than_micro_batches() -> None:
+def slow_claim_replicas_stay_in_step_with_fewer_rows_than_micro_batches() -> None:
     plain = zoo.build("nanogpt")
     for zero in (0, 2, 3):
         model = _model("nanogpt", {"dp": 2, "num_micro_batches": 4, "zero": zero})
@@ -68,7 +68,7 @@ def claim_replicas_stay_in_step_with_fewer_rows_than_micro_batches() -> None:
         assert _near(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1e9)), zero
 
 
-def claim_messages_may_go_each_way_in_a_group_of_its_own() -> None:
+def slow_claim_messages_may_go_each_way_in_a_group_of_its_own() -> None:
     """As they do with NCCL."""
     plain, batch = zoo.build("nanogpt"), zoo.batch("nanogpt", 8, pad=True)
     for schedule in ("1f1b", "interleaved", "zero_bubble"):
@@ -103,7 +103,7 @@ def claim_an_optimizer_made_before_the_first_batch_is_right() -> None:
     assert all(s["exp_avg"].shape == p.shape for p, s in opt.state.items())
 
 
-def claim_eval_runs_forward_only_and_leaves_gradients_alone() -> None:
+def slow_claim_eval_runs_forward_only_and_leaves_gradients_alone() -> None:
     for name, degrees in (("resnet", {"dp": 2}), ("resnet", TP2), ("bert", PP2)):
         model, plain = _model(name, degrees), zoo.build(name)
         model(**zoo.batch(name, 8))
@@ -117,7 +117,7 @@ def claim_eval_runs_forward_only_and_leaves_gradients_alone() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-def claim_outputs_asked_for_are_those_of_the_whole_batch() -> None:
+def slow_claim_outputs_asked_for_are_those_of_the_whole_batch() -> None:
     for degrees in (PP2, TP2, {"dp": 2}):
         plan = ap.Plan.uniform(**degrees)
         model = ap.parallelize(zoo.build("gpt2"), plan=plan, outputs=("logits",))
@@ -226,7 +226,7 @@ def _of_rank_0(x: Tensor) -> Tensor:
     return x
 
 
-def claim_bfloat16_keeps_float32_master_weights() -> None:
+def slow_claim_bfloat16_keeps_float32_master_weights() -> None:
     one = zoo.build("llama")
     model = _model("llama", {"tp": 2, "precision": "bfloat16"})
     opt = oracle.optimizer(model.parameters())
@@ -252,7 +252,7 @@ def claim_what_does_not_fit_is_refused_on_every_rank() -> None:
             raise AssertionError(f"{degrees} was accepted")
 
 
-def claim_a_sharding_that_is_illegal_is_refused_with_the_legal_ones() -> None:
+def slow_claim_a_sharding_that_is_illegal_is_refused_with_the_legal_ones() -> None:
     model = _model("gpt2", TP2)
     model(**zoo.batch("gpt2", 4))
     first = model.plan.shardings[1]
@@ -267,7 +267,7 @@ def claim_a_sharding_that_is_illegal_is_refused_with_the_legal_ones() -> None:
         raise AssertionError("it was accepted")
 
 
-def claim_a_checkpoint_of_one_plan_continues_under_another() -> None:
+def slow_claim_a_checkpoint_of_one_plan_continues_under_another() -> None:
     """Around in a circle, with tied embeddings."""
     _goes_on("nanogpt", lambda saved, loaded: loaded == (saved + 1) % len(KEPT))
 
@@ -319,7 +319,7 @@ def _steps(model: Any, opt: torch.optim.Optimizer, batches: list[zoo.Batch]) -> 
     return losses
 
 
-def claim_a_model_on_meta_has_the_same_values_under_every_plan() -> None:
+def slow_claim_a_model_on_meta_has_the_same_values_under_every_plan() -> None:
     states = []
     for degrees in (TP2, PP2, ZERO3):
         with torch.device("meta"):
@@ -355,7 +355,7 @@ def _warnings() -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def claim_plans_travel_as_json() -> None:
+def slow_claim_plans_travel_as_json() -> None:
     model = _model("gpt2", TP2)
     model(**zoo.batch("gpt2", 4))
     data = msgspec.json.encode(model.plan)
@@ -378,12 +378,6 @@ def claim_a_measured_step_tells_apart_what_replicas_and_tensor_groups_exchange()
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
-    claims.hold(__name__, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", claims.names(__name__, "slow_claim_"))
-def test_on_2_ranks_slowly(name: str) -> None:
     claims.hold(__name__, name)
 
 

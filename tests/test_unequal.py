@@ -37,6 +37,7 @@ from autopar_torch.simulate import simulate
 from autopar_torch.simulate.network import lookup
 from autopar_torch.simulate.to_measure import needs_of
 from problems import Problem, problem, unequal
+from slow import slowly
 
 SOME = settings(deadline=None, max_examples=12)
 MANY = settings(deadline=None, max_examples=300)
@@ -161,6 +162,7 @@ def test_the_search_finds_what_brute_force_finds_on_devices_that_differ(seed: in
     same_as_brute_force(seed, 2)
 
 
+@pytest.mark.slow
 @given(seeds, st.sampled_from([(2, 2), (1, 3)]))
 @settings(deadline=None, max_examples=5)
 def test_the_search_finds_what_brute_force_finds_on_four_devices_of_two_classes(
@@ -251,6 +253,7 @@ def test_one_more_device_never_makes_a_step_longer_in_many_cases(seed: int) -> N
     never_slower_with_one_more(seed, 3)
 
 
+@pytest.mark.slow
 def test_the_search_leaves_out_devices_that_only_slow_it_down() -> None:
     """Eight quick devices beside eight or two slow ones: the seconds are those of eight."""
     with torch.device("meta"):
@@ -262,7 +265,8 @@ def test_the_search_leaves_out_devices_that_only_slow_it_down() -> None:
     assert max(found.values()) <= found["8xH100"] * (1 + 1e-9), found
 
 
-@pytest.mark.parametrize("pins", [{"pp": 2}, {"dp": 8}, {"num_micro_batches": 2}, {"tp": 2}])
+@pytest.mark.parametrize("pins", [
+    {"pp": 2}, *slowly({"dp": 8}, {"num_micro_batches": 2}, {"tp": 2})])
 def test_pins_hold_on_many_devices_that_differ(pins: dict[str, int]) -> None:
     with torch.device("meta"):
         model = zoo.NanoGPT(512, 2048, 8, 16, 512)

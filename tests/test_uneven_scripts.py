@@ -66,7 +66,7 @@ def same(model: Any, plain: nn.Module) -> None:
         assert near(state[name], value), (model.plan.describe(), name)
 
 
-def claim_evaluation_sees_all_rows_however_few() -> None:
+def slow_claim_evaluation_sees_all_rows_however_few() -> None:
     for model, plain in pairs(lambda: zoo.build("nanogpt")):
         for rows in (8, 3, 2, 1):
             batch = zoo.batch("nanogpt", rows, pad=True)
@@ -97,7 +97,7 @@ def _descend(model: Any) -> None:
             param.grad = None
 
 
-def claim_losses_outside_accumulation_schedulers_and_torchs_clipping_are_right() -> None:
+def slow_claim_losses_outside_accumulation_schedulers_and_torchs_clipping_are_right() -> None:
     weight = torch.arange(1.0, 5.0)
     for both in pairs():
         norms: list[list[Tensor]] = [[], []]
@@ -116,7 +116,7 @@ def claim_losses_outside_accumulation_schedulers_and_torchs_clipping_are_right()
         same(*both)
 
 
-def claim_a_grad_scaler_and_an_optimizer_that_sees_whole_matrices_are_right() -> None:
+def slow_claim_a_grad_scaler_and_an_optimizer_that_sees_whole_matrices_are_right() -> None:
     for both in pairs():
         for model in both:
             opt = torch.optim.Adafactor(model.parameters())
@@ -130,7 +130,7 @@ def claim_a_grad_scaler_and_an_optimizer_that_sees_whole_matrices_are_right() ->
         same(*both)
 
 
-def claim_averages_of_weights_and_states_of_optimizers_are_whole() -> None:
+def slow_claim_averages_of_weights_and_states_of_optimizers_are_whole() -> None:
     for model, plain in pairs(example_inputs=nets.batch()):
         averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9))
                     for m in (model, plain)]
@@ -148,7 +148,7 @@ def claim_averages_of_weights_and_states_of_optimizers_are_whole() -> None:
             assert near(averages[0].module.state_dict()[name], value), name
 
 
-def claim_a_module_that_is_not_traced_takes_its_rows_by_shares() -> None:
+def slow_claim_a_module_that_is_not_traced_takes_its_rows_by_shares() -> None:
     for model, plain in pairs(Untraced, REPLICAS):
         for step, rows in enumerate((8, 6, 3, 1)):
             x, y = nets.batch(rows, step)
@@ -161,7 +161,7 @@ def claim_a_module_that_is_not_traced_takes_its_rows_by_shares() -> None:
         same(model, plain)
 
 
-def claim_dropout_gives_all_ranks_one_loss_and_equal_copies() -> None:
+def slow_claim_dropout_gives_all_ranks_one_loss_and_equal_copies() -> None:
     for model, _ in pairs(lambda: Net(0.5), guards={"drift_every": 1}):
         opt, losses = oracle.optimizer(model.parameters()), []
         for _ in range(3):
@@ -172,7 +172,7 @@ def claim_dropout_gives_all_ranks_one_loss_and_equal_copies() -> None:
         assert model.world.gather(found) == [found] * 3 and len(set(found)) == 3
 
 
-def claim_batch_statistics_need_a_row_in_every_replica_to_train_and_none_to_evaluate() -> None:
+def slow_claim_batch_statistics_need_a_row_in_every_replica_to_train_and_none_to_evaluate() -> None:
     names = [n for n, own in PLANS.items() if own.num_micro_batches == len(own.replicas)]
     for model, plain in pairs(lambda: Net(norm=nn.BatchNorm1d), names):
         x, y = nets.batch()

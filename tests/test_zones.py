@@ -25,6 +25,7 @@ from autopar_torch.simulate.equal_ranks import representatives
 from autopar_torch.simulate.network import assumed, lookup
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
+from slow import slowly
 from zoo import NanoGPT
 
 FAST, SLOW = Device("fast", 2e12, 2e11, 2**30), Device("slow", 1e12, 1e11, 2**30)
@@ -172,7 +173,7 @@ def two_nodes(across_rate: float, **zone: Any) -> Cluster:
     return Cluster(((FAST,) * 4,) * 2, Link(0.0, 1e10), Link(0.0, across_rate), zones=zones)
 
 
-@pytest.mark.parametrize("cards", [1, 2, 4, 9])
+@pytest.mark.parametrize("cards", [2, *slowly(1, 4, 9)])
 @pytest.mark.parametrize("degrees", [{"tp": 4, "dp": 2}, {"dp": 8}])
 def test_a_card_for_several_devices_is_as_slow_as_its_part_for_each(
     cards: int, degrees: dict[str, int]
