@@ -140,6 +140,7 @@ def _usual_ratio(found: dict[str, dict[str, Any]]) -> float:
     return statistics.median(found[n]["predicted_s"] / found[n]["measured_s"] for n in PLANS)
 
 
+@pytest.mark.slow
 def test_a_real_step_is_recorded_as_a_timeline(ranks: list[dict[str, dict[str, Any]]]) -> None:
     real = ranks[0]["recorded"]
     assert (real["source"], real["ranks"]) == ("measured", [0, 1])
