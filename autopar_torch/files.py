@@ -31,7 +31,7 @@ def checked(value: object, kind: type[T], where: str) -> T:
     try:
         data = json.dumps(msgspec.to_builtins(value), allow_nan=False).encode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise FileError(f"not a valid {_name(kind)}: {error}", where=where) from error
+        raise FileError(f"{_name(kind)}: {error}", where=where) from error
     names = ", ".join(getattr(kind, "__struct_fields__", ()))
     return decode(data, kind, where=where, fix=f"correct it{names and f'; there are {names}'}")
 
@@ -45,7 +45,7 @@ def decode(data: bytes, kind: type[T], *, where: str = "bytes", fix: str = BY_FI
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(
-            f"not a valid {_name(kind)}: {error}{_found(data, str(error))}", where=where, fix=fix,
+            f"{_name(kind)}: {error}{_found(data, str(error))}", where=where, fix=fix,
         ) from error
 
 
@@ -95,7 +95,7 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     try:
         json.loads(data.decode(), object_pairs_hook=_once)
     except ValueError as error:
-        raise FileError(f"not a valid {_name(kind)}: {error}", where=_shown(path)) from error
+        raise FileError(f"{_name(kind)}: {error}", where=_shown(path)) from error
     return value
 
 

@@ -17,6 +17,7 @@ from . import files
 from .errors import PlanError
 from .limits import Bytes, Count, Delta, Index, Name, Rank, refuse
 from .model import ModelGraph
+from .units import ranges
 
 MOST_MICRO_BATCHES = 2**16  # each is an entry of an action list
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -237,7 +238,7 @@ class Plan(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         if self.compiled:
             tail += f"; compiled: {', '.join(self.compiled)}"
         if idle := self.idle(num_devices):
-            tail += f"; idle: {_short(idle)}"
+            tail += f"; idle: {ranges(idle)}"
         return f"{len(self.replicas)} replica(s) of stages on {shape}; {tail} ({self.reason})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -264,7 +265,7 @@ def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
     that it does not name will idle."""
     if plan.devices[-1] >= world_size:
         raise PlanError(
-            f"the plan names {len(plan.devices)} devices {_short(plan.devices)}, "
+            f"the plan names {len(plan.devices)} devices ({ranges(plan.devices)}), "
             f"but {there} {world_size} (0 to {world_size - 1})",
             where="Plan.replicas[*].stages[*].devices",
             fix=f"take {plan.devices[-1] + 1} (torchrun --nproc-per-node), or choose degrees whose "
@@ -431,7 +432,3 @@ def balance(weights: tuple[float, ...], num_parts: int) -> list[tuple[int, int]]
         borders.append((cut[part][end], end))
         end = cut[part][end]
     return borders[::-1]
-
-
-def _short(values: tuple[int, ...]) -> str:
-    return str(values) if len(values) <= 8 else f"({values[0]} ... {values[-1]})"

@@ -299,9 +299,6 @@ class Lookup:
         return max((self.cost(kind, sharding, rows, device) for device in classes),
                    key=lambda cost: cost.forward_s + cost.backward_s)
 
-    def slowest_overheads(self, classes: Iterable[int]) -> Overheads:
-        return max(map(self.overheads, classes), key=lambda own: own.update_s_per_byte)
-
     def curve(self, op: str, ranks: Sequence[int]) -> Curve:
         group = self.profile.cluster.place(ranks)
         if (op, group) not in self.curves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 GIB = 2**30
 
@@ -27,6 +28,12 @@ def size_up(num_bytes: float) -> str:
     """The same, and not less than it is."""
     unit = GIB / 100 if num_bytes >= GIB else 2**20 / 10 if num_bytes >= 2**20 / 10 else 2**10 / 10
     return size(math.ceil(num_bytes / unit) * unit)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 7, 9-15`, of numbers that rise."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def shape(sizes: Sequence[int]) -> str:

@@ -115,7 +115,8 @@ def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num
     profile = session.profile()
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
     while True:
-        enough = _late(deadline, world) or _known_well(session)
+        known_well = session.rounds >= MOST_ROUNDS and not session.noise()
+        enough = _late(deadline, world) or known_well
         factor = CLOSE[-1] if enough else next(factors)
         plans = _close(graph, options, profile, num_rows, limits, factor, world)
         blocks, curves = _asked(plans, graph, profile.cluster, num_rows, world)
@@ -128,10 +129,6 @@ def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num
                 break
             session.round()
         profile = session.profile()
-
-
-def _known_well(session: Session) -> bool:
-    return session.rounds >= MOST_ROUNDS and not session.noise()
 
 
 def _close(graph: ModelGraph, options: Sequence[Option], profile: Profile, num_rows: int,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import groupby
 
 from ..plan import Plan, Replica
-from ..units import size, time
+from ..units import ranges, size, time
 from .best import Choice, Result
 from .space import recompute_text
 
 
 def short(plan: Plan, num_devices: int = 0) -> str:
     """`tp 2 x pp 2 x dp 1, 4 micro-batches, 1f1b`; of unequal replicas each in words. With the
-    number of devices there are, how many of them idle."""
-    idle = len(plan.idle(num_devices))
-    return _replicas(plan) + (f", {idle} device(s) idle" if idle else "")
+    number of devices there are, which of them idle."""
+    idle = plan.idle(num_devices)
+    return _replicas(plan) + (f", device(s) {ranges(idle)} idle" if idle else "")
 
 
 def _replicas(plan: Plan) -> str:

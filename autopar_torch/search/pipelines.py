@@ -121,10 +121,8 @@ class Grouping:
     def _longer(self, level: dict[tuple[int, ...], tuple[Array, Array]]) -> list[tuple[int, ...]]:
         found = {(*used[:c], used[c] + 1, *used[c + 1 :]) for used in level
                  for c in range(len(self.groups)) if used[c] < self.num_groups[c]}
-        return sorted(used for used in found if self._one_degree(used))
-
-    def _one_degree(self, used: tuple[int, ...]) -> bool:
-        return len({g.degree for g, n in zip(self.groups, used, strict=True) if n}) == 1
+        return sorted(used for used in found  # of one degree
+                      if len({g.degree for g, n in zip(self.groups, used, strict=True) if n}) == 1)
 
     def _shorter(self, used: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
         for c, n in enumerate(used):

@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..profile import Profile
 from ..simulate import simulate
 from ..simulate.network import lookup
-from ..units import GIB
+from ..units import GIB, ranges
 from .best import Choice, Result
 from .evaluate import Pricer
 from .explain import short
@@ -152,7 +152,7 @@ def _by_device(case: Case, plan: Plan) -> Iterator[str]:
                        + f"  {memory.peak_bytes / GIB:.1f} GiB"
                        + (f", as {alike[rank] - 1} more" if rank in alike else ""))
     if idle := plan.idle(cluster.num_devices):
-        yield f"{len(idle)} device(s) idle: no plan looked at was faster with them"
+        yield f"device(s) {ranges(idle)} idle: no plan looked at was faster with them"
 
 
 def _splits(pricer: Pricer) -> Iterator[str]:

@@ -72,7 +72,8 @@ class Tables:
         self.options, self.graph, self.profile = options, graph, profile
         self.devices = devices or range(self.cluster.num_devices)
         self.classes = {self.cluster.class_of[device] for device in self.devices}
-        self.overheads = profile.slowest_overheads(self.classes)
+        self.overheads = max(map(profile.overheads, self.classes),
+                             key=lambda own: own.update_s_per_byte)
         self.precision = precision
         self.half_grads = precision == grad_dtype == "bfloat16"  # gradients so far, as the leaves
         self._columns: dict[tuple[int, int, Recompute, int | None], Array] = {}
