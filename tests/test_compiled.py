@@ -59,7 +59,7 @@ def kinds_of(name: str, plan: Plan) -> tuple[str, ...]:
     return tuple(model.graph.kinds)
 
 
-def trained(module: nn.Module, name: str, plan: Plan) -> tuple[list[float], list[Tensor]]:
+def trained(module: nn.Module, name: str, plan: Plan) -> tuple[Tensor, list[Tensor]]:
     """Losses and last gradients of two steps."""
     torch.manual_seed(3)
     model, losses = ap.parallelize(copy.deepcopy(module), plan=plan), []
@@ -68,7 +68,7 @@ def trained(module: nn.Module, name: str, plan: Plan) -> tuple[list[float], list
         loss = oracle.loss_of(model(**zoo.batch(name, ROWS, seed=step)))
         loss.backward()
         losses.append(loss.item())
-    return losses, [cast(Tensor, p.grad) for p in model.parameters()]
+    return torch.tensor(losses), [cast(Tensor, p.grad) for p in model.parameters()]
 
 
 # --- numbers and counts ---------------------------------------------------------------------------
