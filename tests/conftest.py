@@ -12,12 +12,23 @@ START_S = time.monotonic()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--begin-within", type=float, default=math.inf, metavar="S",
-        help="tests that have not begun after so many seconds are skipped",
+        "--end-within", type=float, default=math.inf, metavar="S",
+        help="short tests come first, and those that may take longer than what is left are skipped",
     )
 
 
+def _most_s(item: pytest.Item) -> float:
+    """How long a test may take."""
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0] if marker else item.config.getini("timeout"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--end-within") < math.inf:
+        items.sort(key=_most_s)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit_s = item.config.getoption("--begin-within")
-    if (now_s := time.monotonic() - START_S) > limit_s:
-        pytest.skip(f"no time left: {now_s:.0f} s have passed, --begin-within is {limit_s:.0f} s")
+    left_s = item.config.getoption("--end-within") - (time.monotonic() - START_S)
+    if _most_s(item) > left_s:
+        pytest.skip(f"it may take {_most_s(item):.0f} s, and {left_s:.0f} s are left")
