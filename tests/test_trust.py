@@ -28,6 +28,11 @@ def table(folder: Path, *options: str, timeout_s: float = 600) -> list[dict[str,
 
 
 @pytest.mark.slow
+def test_a_few_scripts_are_right_or_refused(tmp_path: Path) -> None:
+    assert table(tmp_path, "--quick") == []
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_script_is_right_or_refused(tmp_path: Path) -> None:
     assert table(tmp_path, timeout_s=3500) == []
