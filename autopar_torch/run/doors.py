@@ -69,8 +69,8 @@ def refuse_watched(args: Any, kwargs: Any) -> None:
             raise RunError(
                 f"a tensor of the batch, {tuple(leaf.shape)}, requires a gradient, which would not "
                 "come back", where="model(...)",
-                fix="detach() it; what makes it (an encoder, a generator) can be part of the "
-                "model that is parallelized")
+                fix="detach() it; or parallelize what makes it (an encoder, a generator), alone or "
+                "together with this model")
 
 
 def no_wrapper(name: str) -> RunError:
