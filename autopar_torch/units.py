@@ -31,9 +31,10 @@ def size_up(num_bytes: float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 7, 9-15`, of numbers that rise."""
+    """`0-3, 7, 9-15`, of numbers that rise; of many runs the first and the last."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "...", texts[-1]])
 
 
 def shape(sizes: Sequence[int]) -> str:

@@ -151,6 +151,11 @@ def slow_claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> 
     assert usual[0] > 7
 
 
+def claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
+    compiled.compile_graph = stand_in
+    slow_claim_a_split_block_is_one_program_with_its_exchanges_inside()
+
+
 def slow_claim_a_split_block_is_one_program_with_its_exchanges_inside() -> None:
     plan = Plan.uniform(tp=2)
     kinds = kinds_of("llama", plan)

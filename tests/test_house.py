@@ -59,6 +59,8 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 for module in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.startswith("autopar_torch")]:
+        del sys.modules[name]  # each on its own, whatever was imported before
     importlib.import_module(module)
 """
 

@@ -20,6 +20,7 @@ from netlab import Lab, Layout, Link, Node, NotPermitted
 from netlab.groups import homes
 from quiet import patient
 from ranks import run_ranks
+from slow import slowly
 
 PORT, BLOCK = 5201, bytes(1 << 18)
 BYTES_PER_MBIT = 1_000_000 // 8
@@ -121,7 +122,7 @@ def hang_on_one() -> None:
 # ---- rates
 
 # Of a rate or a share: nothing makes it larger, but a busy machine makes it smaller.
-at_least = pytest.mark.parametrize("least", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+at_least = pytest.mark.parametrize("least", [0.0, *slowly(0.8)])
 
 
 def rate_mbps(lab: Lab, num_mbit: float, target: str = "stream", repeats: int = 3) -> float:

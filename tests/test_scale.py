@@ -71,7 +71,7 @@ class Rank:
             param.grad = torch.zeros_like(param)
 
 
-@pytest.mark.parametrize("name", ["7b", "70b", pytest.param("405b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["7b", "70b", *slowly("405b")])
 def test_a_rank_of_thousands_takes_up_a_plan_in_10_s_and_clips_in_1(name: str) -> None:
     make, degrees = CASES[name]
     plan = ap.Plan.uniform(precision="bfloat16", **degrees)

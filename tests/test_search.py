@@ -38,7 +38,7 @@ from lists import ends_of
 from problems import Problem, problem, unshared
 from slow import slowly
 
-UNTIMED = settings(deadline=None, max_examples=30)
+UNTIMED = settings(deadline=None, max_examples=100)
 LONG = settings(deadline=None, max_examples=500)
 seeds = st.integers(0, 10**6)
 
@@ -64,7 +64,7 @@ def same_as_brute_force(seed: int) -> None:
 
 
 @given(seeds)
-@UNTIMED
+@settings(UNTIMED, max_examples=30)
 def test_best_first_finds_the_plans_of_brute_force(seed: int) -> None:
     same_as_brute_force(seed)
 

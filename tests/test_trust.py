@@ -13,6 +13,11 @@ import pytest
 from trust import lab, table as trust
 
 ROOT = Path(__file__).resolve().parent.parent
+FEW = (
+    "gradient_accumulation", "two_forwards_one_backward", "inference_mode", "scheduler",
+    "state_dict_in_and_out",
+)
+PLANS = "tp2,pp2,dp2,zero3"
 
 
 def table(folder: Path, *options: str, timeout_s: float = 600) -> list[dict[str, Any]]:
@@ -29,7 +34,7 @@ def table(folder: Path, *options: str, timeout_s: float = 600) -> list[dict[str,
 
 @pytest.mark.slow
 def test_a_few_scripts_are_right_or_refused(tmp_path: Path) -> None:
-    assert table(tmp_path, "--quick") == []
+    assert table(tmp_path, "--only", ",".join([*FEW, *trust.QUICK]), "--plans", PLANS) == []
 
 
 @pytest.mark.slow

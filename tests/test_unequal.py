@@ -336,4 +336,10 @@ def test_a_plan_in_words_says_which_devices_idle() -> None:
     words = summary(found).splitlines()[0]
     idle = found.plan.idle(found.num_devices)
     assert (f", device(s) {ranges(idle)} idle" in words) == bool(idle)
-    assert short(found.plan, 99).endswith("-98 idle")
+    others = sorted(set(range(99)) - set(found.plan.devices))
+    assert short(found.plan, 99).endswith(f", device(s) {ranges(others)} idle")
+
+
+def test_devices_are_named_as_ranges_and_of_many_the_first_and_the_last() -> None:
+    assert (ranges([]), ranges([3]), ranges([0, 1, 2, 5, 8, 9])) == ("", "3", "0-2, 5, 8-9")
+    assert ranges(range(0, 1024, 2)) == "0, 2, 4, 6, 8, 10, 12, ..., 1022"

@@ -336,7 +336,7 @@ def test_a_file_of_zones_that_is_wrong_is_refused(old: str, new: str) -> None:
                       links=(ZoneLink((0, 1), FAR),))
     text = files.encode(cluster).decode()
     assert files.decode(text.encode(), Cluster) == cluster and old in text
-    with pytest.raises(FileError, match="Cluster: "):
+    with pytest.raises(FileError, match=r"^Cluster: "):
         files.decode(text.replace(old, new, 1).encode(), Cluster)
 
 

@@ -115,8 +115,8 @@ def _refined(session: Session, options: Sequence[Option], graph: ModelGraph, num
     profile = session.profile()
     deadline, factors = time.perf_counter() + seconds, chain(CLOSE, repeat(CLOSE[-1]))
     while True:
-        known_well = session.rounds >= MOST_ROUNDS and not session.noise()
-        enough = _late(deadline, world) or known_well
+        enough = _late(deadline, world) or (
+            session.rounds >= MOST_ROUNDS and not session.noise())
         factor = CLOSE[-1] if enough else next(factors)
         plans = _close(graph, options, profile, num_rows, limits, factor, world)
         blocks, curves = _asked(plans, graph, profile.cluster, num_rows, world)

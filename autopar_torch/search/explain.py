@@ -55,8 +55,8 @@ def _recompute_text(replica: Replica) -> list[str]:
 
 def _sizes(replica: Replica) -> list[str]:
     """Blocks per stage, equal ones in a row together: `7`, `14x6`, `7`."""
-    ranges = (stage.blocks or (0, 0) for stage in replica.stages)
-    runs = [(size, len(list(run))) for size, run in groupby(b - a for a, b in ranges)]
+    blocks = (stage.blocks or (0, 0) for stage in replica.stages)
+    runs = [(size, len(list(run))) for size, run in groupby(b - a for a, b in blocks)]
     return [f"{count}x{size}" if count > 1 else str(size) for size, count in runs]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -69,14 +68,9 @@ def owned(op: ShapedOp, factor: DimFactor) -> bool:
 
 def op_name(node: fx.Node) -> str:
     """`linear`, `layer_norm`, ...: the op without namespace and overload."""
-    return _name_of(node.target)
-
-
-@cache
-def _name_of(target: Any) -> str:
-    if isinstance(target, OpOverload):
-        return target._schema.name.split("::")[1]
-    return getattr(target, "__name__", str(target))
+    if isinstance(node.target, OpOverload):
+        return node.target._overloadpacket.__name__
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def is_mutable(node: fx.Node) -> bool:

@@ -93,7 +93,7 @@ class KindTable(NamedTuple):
     solution: Solution
 
 
-@lru_cache(maxsize=100_000)
+@lru_cache(maxsize=10_000)
 def legal(shape: tuple[int, ...], layouts: Layouts, mesh: tuple[int, ...]) -> bool:
     """Whether a value can be cut so. Rows of the batch are for replicas, never for tensor axes."""
     sizes = list(shape)

@@ -154,8 +154,9 @@ def _steps(name: str, position_of: tuple[int, ...], count: int) -> tuple[Step, .
     for action in order(name, position_of, count):
         needed, message = _needed(action, position_of)
         back = 0 if needed is None else len(steps) - number[needed]
-        other_half = action._replace(op=Op.B if action.op is Op.I else action.op)
-        number[action] = number[other_half] = len(steps)  # the stage before waits for either
+        number[action] = len(steps)
+        if action.op is Op.I:  # it makes what the stage before waits for, as a whole backward does
+            number[action._replace(op=Op.B)] = len(steps)
         what = _work(action, count) * stages + action.stage
         steps.append((position_of[action.stage], what, back, message))
     return tuple(steps)
