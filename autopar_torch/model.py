@@ -29,7 +29,7 @@ def leaf_type(dtype: str, precision: str) -> str:
 
 def at_rows(size: int, rows: int) -> int:
     """A size of the trace, for a batch of so many rows."""
-    return size // ROWS * rows if size and size % ROWS == 0 else size
+    return at_rows(size // ROWS, rows) * rows if size and size % ROWS == 0 else size
 
 
 class TensorInfo(Struct, frozen=True):
@@ -65,7 +65,13 @@ class Kind(Struct, frozen=True):
     tested: tuple[str, ...] = ()  # such ops of which a test found that rows are independent outside
     local: tuple[str, ...] = ()  # such ops that see the rows of a part only, as the user allows
     why_coupled: str = ""  # what the test found
-    mutates: bool = False  # has side effects on buffers, so it must not be run twice
+    mutates: bool = False  # has side effects on buffers
+    joined: tuple[str, ...] = ()  # of `couples_rows`: what replicas do together, but batch_norm
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether it must not be computed again, for its side effects or what it exchanges."""
+        return self.mutates or bool(self.joined)
 
 
 class Block(Struct, frozen=True):
@@ -113,7 +119,8 @@ class ModelGraph(Struct, frozen=True, dict=True):
     @property
     def unjoined(self) -> tuple[str, ...]:
         """The coupled ops that replicas cannot do together."""
-        return tuple(op for op in self.coupled if op != "batch_norm")
+        joined = {"batch_norm"}.union(*(kind.joined for kind in self.kinds.values()))
+        return tuple(op for op in self.coupled if op not in joined)
 
     @property
     def tested(self) -> tuple[str, ...]:

@@ -329,9 +329,10 @@ def check_rows(plan: Plan, graph: ModelGraph) -> None:
             f"{', '.join(graph.coupled)} uses statistics of the whole batch, so sharing it out "
             f"would change the numbers: {graph.coupling()}",
             where="Plan.replicas[*].num_micro_batches",
-            fix="use num_micro_batches=1, and but for batch_norm one replica (dp=1); or put those "
-            'layers in eval mode; or allow them, with constraints={"batch_statistics": "local"}, '
-            "to look at the rows of one part, as DistributedDataParallel does",
+            fix="use num_micro_batches=1" + (" and one replica (dp=1)" if graph.unjoined else "")
+            + '; or put those layers in eval mode; or allow them, with '
+            'constraints={"batch_statistics": "local"}, to look at the rows of one part, as '
+            "DistributedDataParallel does",
         )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autopar_torch.errors import TraceError
+from autopar_torch.shard.rows import at_batch
 from autopar_torch.trace import functional
-from autopar_torch.trace.blocks import at_batch
 from autopar_torch.trace.call import take_apart
 from autopar_torch.trace.capture import Captured, capture, describe_params
 from autopar_torch.trace.clean import drop_no_ops, flatten, is_mutable

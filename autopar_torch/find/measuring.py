@@ -187,7 +187,7 @@ def _needs(traced: Traced, found: list[Candidate], options: Sequence[Option], cl
     every: dict[BlockNeed, None] = {}
     for (index, recompute), rows in wanted.items():
         for block, sharding in zip(traced.graph.blocks, options[index].shardings, strict=True):
-            recomputed = not traced.graph.kinds[block.kind].mutates and recompute
+            recomputed = not traced.graph.kinds[block.kind].runs_once and recompute
             need = by_key[block.kind, program_key(sharding, recomputed)]
             for count in few(sorted(rows), PROBED_ROWS):
                 every[msgspec.structs.replace(need, rows=count)] = None

@@ -1,7 +1,7 @@
 """The prologue of a step: what every stage computes for itself from the batch.
 
 Values without rows (rotary tables, the number of labels that count) are computed once, on the whole
-batch; values with rows once per micro-batch.
+batch, as are those whose rows depend on each other; other values once per micro-batch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..shard.parts import rows_of
+from ..shard.rows import at_batch
 from ..shard.rules import is_mutable
 from ..trace import Traced
-from ..trace.blocks import at_batch
 from ..trace.call import Call
 
 
 def split_names(traced: Traced, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """(values to compute on the whole batch, values to compute per micro-batch)."""
     nodes = {node.name: node for node in traced.prologue.nodes}
-    rowful = [n for n in names if n not in traced.rowless]
-    whole = {n for n in names if n in traced.rowless}
+    once = traced.rowless.union(traced.mixed)
+    rowful = [n for n in names if n not in once]
+    whole = {n for n in names if n in once}
     stack = [nodes[n] for n in rowful]
     seen: set[fx.Node] = set()
     while stack:
@@ -82,7 +84,7 @@ class Prologue:
             return {}
         key = (per_micro_batch, rows)
         if key not in self.modules:
-            given = self.whole if per_micro_batch else []
+            given = set(self.whole).difference(self.traced.mixed) if per_micro_batch else []
             made = program(self.traced, names, given, rows, self.device)
             args = [node.name for node in made.graph.find_nodes(op="placeholder")]
             self.modules[key] = made, args, sorted(names, key=self.order.index)
@@ -108,4 +110,6 @@ class Prologue:
                  end: int) -> dict[str, Any]:
         """Everything for one micro-batch."""
         known = {**self._sources(call, call.slice(tensors, start, end)), **whole}
+        known |= {name: rows_of(whole[name], layout, start, end, call.num_rows)
+                  for name, layout in self.traced.mixed.items() if name in whole}
         return {**known, **self._run(True, end - start, known)}

@@ -324,8 +324,8 @@ def _left_out(call: Call, rows: list[Tensor], tensors: list[Tensor], ignored: li
 def _alike(values: Tensor, target: Tensor, ignored: list[int]) -> bool:
     """Whether a cross-entropy had these labels, in whatever order."""
     left_out = torch.tensor(ignored, device=target.device)
-    kept = [x[~torch.isin(x, left_out)].flatten().sort().values.long()
-            for x in (target, values, values[..., 1:])]
+    kept = [x[~torch.isin(x, left_out)].flatten().sort().values
+            for x in (target.long(), values.long(), values[..., 1:].long())]
     return torch.equal(kept[0], kept[1]) or torch.equal(kept[0], kept[2])
 
 

@@ -17,6 +17,7 @@ from ..shard.compiled import compiled
 from ..shard.holdings import value_shape
 from ..shard.linear import WeightQueue, delivered, wants_delivery
 from ..shard.lower import Replicas, lower
+from ..shard.together import AllReplicas
 from ..trace import Traced
 from .params import Held, ParamStore
 
@@ -71,7 +72,7 @@ class StageRunner:
         held = [self.store.held[name] for name in block.params.values()]
         gathered = tuple(h for h in held if self.store.gathers_per_use(h))
         return PlacedBlock(block, tuple(_origin(block, p.name) for p in places),
-                    tuple(block.outputs.values()), not kind.mutates and self.stage.recompute,
+                    tuple(block.outputs.values()), not kind.runs_once and self.stage.recompute,
                     gathered)
 
     def _program(self, index: int, rows: int, train: bool) -> fx.GraphModule:
@@ -86,10 +87,19 @@ class StageRunner:
             made = lower(
                 self.traced.programs[block.kind], sharding, self.axes, rows=rows,
                 device=self.device,
-                replicas=Replicas(cast(Axis, world.axis(ranks)), alike) if ranks else None,
+                replicas=self._replicas(ranks, alike) if ranks else None,
             )
             self.programs[key] = compiled(made, block.kind) if fused else made
         return self.programs[key]
+
+    def _replicas(self, ranks: tuple[int, ...], alike: bool) -> Replicas:
+        """The ranks that join what a block says of all rows, and which are of which replica."""
+        axis = cast(Axis, self.store.world.axis(ranks))
+        owner = {device: r for r, replica in enumerate(self.plan.replicas)
+                 for stage in replica.stages for device in stage.devices}
+        firsts = {owner[rank]: place for place, rank in reversed(list(enumerate(ranks)))}
+        team = AllReplicas(axis, tuple(firsts[r] for r in sorted(firsts)), owner[ranks[axis.index]])
+        return Replicas(team, alike)
 
     def code(self, index: int) -> str:
         """What a block runs on this rank, as Python."""

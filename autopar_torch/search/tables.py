@@ -197,7 +197,7 @@ class Tables:
 
     def cost(self, kind: str, own: str, rows: int, recompute: Recompute,
              device: int | None = None) -> BlockCost:
-        key = program_key(own, not self.graph.kinds[kind].mutates and recompute)
+        key = program_key(own, not self.graph.kinds[kind].runs_once and recompute)
         classes = self.classes if device is None else (device,)
         return self.profile.slowest(kind, key, rows, classes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -76,3 +77,17 @@ def mean_over_rows(values: Tensor, denominator: Tensor) -> Tensor:
 def count_values(batch: Tensor, per_row: int) -> Tensor:
     """Number of values in the whole batch, which has so many in every row."""
     return torch.tensor(float(batch.shape[0] * per_row), device=batch.device)
+
+
+def number_of_rows(batch: Tensor, factor: float, power: float, shift: int, shifted: int,
+                   logs: int, dtype: torch.dtype) -> Tensor:
+    """`factor * n**power * (n + shift)**shifted * log(n)**logs` for the n rows of the whole batch;
+    infinite where Python would have stopped at a division by zero."""
+    n = len(batch)
+    stopped = not n + shift and shifted < 0
+    value = math.inf if stopped else (
+        factor * n**power * float(n + shift)**shifted * math.log(n)**logs)
+    if dtype == torch.float32:  # as numbers are counted
+        dtype = torch.get_default_dtype()
+    return torch.tensor(value if dtype.is_floating_point else round(value), dtype=dtype,
+                        device=batch.device)

@@ -39,6 +39,7 @@ from .rows import give_real_sizes
 from .rules import OPERANDS, OWNED, ShapedOp, has_tag, op_name
 from .solve import OpWay, chosen_way, ways
 from .spatial import SpatialLinear
+from .together import AllReplicas, AllRows, Together
 
 aten = torch.ops.aten
 Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs
@@ -49,8 +50,12 @@ _SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1, "new_zeros": 
 class Replicas(NamedTuple):
     """Ranks of all replicas; `alike`: one of each, which have the same part of the block."""
 
-    axis: Axis
+    team: AllReplicas
     alike: bool
+
+    @property
+    def axis(self) -> Axis:
+        return self.team.axis
 
 
 class Lowering:
@@ -218,6 +223,11 @@ class Lowering:
             peers = self._peers(self.replicas, node, choice)
             norm = collectives.SyncBatchNorm(peers, node.args[6], node.args[7])  # type: ignore[arg-type]
             return self.graph.call_module(self._module("sync_batch_norm", norm), tuple(args))
+        if isinstance(node.target, Together):
+            own = node.target.program(self.rows, self.device) if self.replicas is None else AllRows(
+                node.target, self.rows, self.device, self.replicas.team)
+            return self.graph.call_module(self._module("together", own),
+                                          tuple(ready[n] for n in node.args[1:]))  # type: ignore[index]
         if choice is not None and is_random(node) and self._place_of(choice.out) is not None:
             return self._own_random(node, choice, ready)
         if choice is not None and name in OWNED and PARTIAL in choice.out and (

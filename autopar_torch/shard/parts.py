@@ -29,6 +29,14 @@ def piece(x: Tensor, layout: Cut, parts: int, index: int) -> Tensor:
     return x
 
 
+def rows_of(x: Tensor, layout: Split, start: int, end: int, num_rows: int) -> Tensor:
+    """Some rows of a value of all rows, which lie where the layout says."""
+    opened = x.unflatten(layout.dim, (layout.outer, -1))
+    each = opened.shape[layout.dim + 1] // num_rows
+    mine = opened.narrow(layout.dim + 1, start * each, (end - start) * each)
+    return mine.flatten(layout.dim, layout.dim + 1)
+
+
 def join(pieces: Sequence[Tensor], layout: Cut) -> Tensor:
     """The whole value, from the pieces of all ranks."""
     if not isinstance(layout, Split):

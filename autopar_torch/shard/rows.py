@@ -55,6 +55,17 @@ def give_real_sizes(node: fx.Node, rows: int, device: torch.device) -> None:
     node.kwargs = fx.node.map_aggregate(node.kwargs, real)  # type: ignore[assignment]
 
 
+def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
+    """The same graph for a real number of rows, on a real device."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+
+    for node in graph.nodes:
+        env[node] = new.node_copy(node, lambda n: env[n])
+        give_real_sizes(env[node], rows, device)
+    return new
+
+
 def rows_dim(shape: Shape) -> Layout:
     return next((Split(d) for d, size in enumerate(shape) if size and size % ROWS == 0), WHOLE)
 

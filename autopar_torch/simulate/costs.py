@@ -184,7 +184,7 @@ class Costs:
 
     def _block(self, stage: Stage, rank: int, index: int, rows: int) -> BlockWork:
         block = self.graph.blocks[index]
-        recompute = not self.graph.kind_of(index).mutates and stage.recompute
+        recompute = not self.graph.kind_of(index).runs_once and stage.recompute
         key = program_key(self.plan.sharding(stage, index), recompute,
                           block.kind in self.plan.compiled)
         cost = self.profile.cost(block.kind, key, rows, self.class_of[rank])

@@ -56,7 +56,7 @@ def block_needs(plan: Plan, graph: ModelGraph, num_rows: int) -> Iterable[BlockN
     for replica, spans in zip(plan.replicas, plan.micro_batches(num_rows), strict=True):
         for stage in replica.stages:
             for block in range(*(stage.blocks or (0, 0))):
-                recompute = not graph.kind_of(block).mutates and stage.recompute
+                recompute = not graph.kind_of(block).runs_once and stage.recompute
                 for rows in {end - start for start, end in spans}:
                     kind, sharding = graph.blocks[block].kind, plan.sharding(stage, block)
                     yield BlockNeed(kind, sharding, rows, recompute, kind in plan.compiled)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,18 +21,19 @@ from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name, writers
 from ..shard.strategies import strategies
-from . import losses, masks, opaque, shares, tails
+from . import losses, masks, opaque, row_numbers, shares, tails
 from .apart import mixing
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
-from .capture import Captured, InputSource, capture, check_sizes, describe_params
+from .capture import Captured, InputSource, capture, describe_params
 from .clean import drop_no_ops, flatten, has_rows, info_of
 from .discover import note_factors
 from .form import Form, LossFn
 from .functional import functionalize
 from .repeat import find_stacks, shortened
 from .tested import Surroundings, tested_traits
+from .together import tangled
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Traced:
     consts: dict[str, Tensor]
     outputs: tuple[str, ...]
     rowless: frozenset[str]  # prologue nodes that are the same for every micro-batch
+    mixed: dict[str, Split]  # prologue nodes made of the whole batch -> where they have rows
     form: Form  # the structure of what the model returns
     reads: frozenset[Read]  # attributes of modules that decided what was traced
     outers: dict[str, int]  # output -> in how many parts of its dim there are all rows
@@ -63,14 +66,18 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
     if stacks := find_stacks(model):
         # A shortened stack may break code that counts its layers; then all are traced.
         with contextlib.suppress(TraceError), _told():
-            with shortened(model, stacks):
-                captured = capture(model, call, **options)
-            pieces, flat = _cut(captured, known, call, placed)
+            def few(rows: int = ROWS) -> Captured:
+                with shortened(model, stacks):
+                    return capture(model, call, rows=rows, **options)
+
+            captured = few()
+            pieces, flat = _cut(captured, known, call, placed, few)
             if chain := repeat(pieces, stacks):
                 return _assemble(chain, flat, captured, known, local)
     with _told():
-        captured = capture(model, call, **options, most_opaque=opaque.MOST)
-        return _assemble(*_cut(captured, known, call, placed), captured, known, local)
+        whole = partial(capture, model, call, **options, most_opaque=opaque.MOST)
+        captured = whole()
+        return _assemble(*_cut(captured, known, call, placed, whole), captured, known, local)
 
 
 @contextlib.contextmanager
@@ -88,20 +95,17 @@ def _told() -> Iterator[None]:
                          "report this") from error
 
 
-def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call,
-         placed: Collection[str]) -> tuple[list[TracedBlock], fx.Graph]:
-    flat = flatten(captured)
-    opaque.put_in(flat)
-    drop_no_ops(flat)
+def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Collection[str],
+         again: Callable[..., Captured]) -> tuple[list[TracedBlock], fx.Graph]:
+    flat = _plain(captured)
+    row_numbers.settle(flat, _consts(flat, captured), _batch(flat, captured),
+                       partial(_other, again))
     functionalize(flat, captured.sources)
     masks.settle(flat, _known(flat, captured, call))
     drop_no_ops(flat)
-    check_sizes(flat)
     _merge_ties(flat, captured.sources)
-    batch = [n for n in flat.find_nodes(op="placeholder")
-             if captured.sources[n.name].kind == "input" and info_of(n).shape[:1] == (ROWS,)]
     _read_once(flat, captured.sources, placed)
-    losses.rewrite(flat, batch)
+    losses.rewrite(flat, _batch(flat, captured))
     tails.straighten(flat)
     trainable = {name for name, source in captured.sources.items()
                  if source.kind == "param" and known[source.name].trainable}
@@ -111,6 +115,31 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call,
         raise TraceError("nothing in forward depends on a parameter", where="forward")
     note_factors(main)
     return cut(flat, main, captured.sources), flat
+
+
+def _plain(captured: Captured) -> fx.Graph:
+    flat = flatten(captured)
+    opaque.put_in(flat)
+    drop_no_ops(flat)
+    return flat
+
+
+def _other(again: Callable[..., Captured]) -> tuple[fx.Graph, dict[fx.Node, Tensor]]:
+    """The same for another number of rows, and its constants."""
+    captured = again(rows=row_numbers.OTHER_ROWS)
+    flat = _plain(captured)
+    return flat, _consts(flat, captured)
+
+
+def _consts(flat: fx.Graph, captured: Captured) -> dict[fx.Node, Tensor]:
+    return {n: captured.consts[source.name] for n in flat.find_nodes(op="placeholder")
+            if (source := captured.sources[n.name]).kind == "const"}
+
+
+def _batch(flat: fx.Graph, captured: Captured) -> list[fx.Node]:
+    """The inputs that have rows."""
+    return [n for n in flat.find_nodes(op="placeholder")
+            if captured.sources[n.name].kind == "input" and info_of(n).shape[:1] == (ROWS,)]
 
 
 def _known(flat: fx.Graph, captured: Captured, call: Call) -> masks.Fixed:
@@ -219,7 +248,8 @@ def _renamed(piece: TracedBlock, old: str, new: str) -> TracedBlock:
 
 def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
               known: dict[str, ParamInfo], local: bool) -> Traced:
-    names: dict[str, str] = {}
+    names: dict[Any, str] = {}
+    named: list[str] = []  # the kind of each piece
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
     unruled: set[str] = set()
@@ -233,11 +263,13 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
         made = [around.prologue[name] for name in piece.context.values()]
         key = (piece.signature, given, *((n.target if n.op == "call_function" else "",
                                          str(fx.node.map_arg(n.args, info_of))) for n in made))
-        name = names.setdefault(piece.signature, f"kind{len(names)}")
-        programs.setdefault(name, piece.graph)
         if key not in known_traits:
             known_traits[key] = tested_traits(piece, given, around)
         found = known_traits[key]
+        like = (piece.signature, key if found.joined else ())
+        name = names.setdefault(like, f"kind{len(names)}")
+        named.append(name)
+        programs.setdefault(name, piece.graph)
         if shares.SLOT in {str(n.target) for n in programs.get(name, piece.graph).nodes}:
             shares.fill(piece, around.num_rows)
         rows |= zip(piece.outputs.values(), found.rows, strict=True)
@@ -245,7 +277,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
         unruled |= set(found.unruled)
     blocks = tuple(Block(p.name, name, p.inputs, p.context,
                          dict(zip(kinds[name].params, p.params.values(), strict=True)), p.outputs)
-                   for p in pieces for name in (names[p.signature],))
+                   for p, name in zip(pieces, named, strict=True))
     outputs = _outputs(pieces, flat, captured)
     used = {name for block in blocks for name in block.params.values()}
     params = {n: i for n, i in known.items() if n in used or i.trainable}
@@ -255,11 +287,13 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
         prologue.erase_node(around.prologue[around.num_rows])
         rowless -= {around.num_rows}
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
-    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, mixed)
+    places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
+    stuck = tangled(prologue, mixed, places, pieces, outputs.values())
+    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck)
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless, captured.form, captured.reads, outers)
+                  rowless, places, captured.form, captured.reads, outers)
 
 
 def _surroundings(prologue: fx.Graph, captured: Captured, local: bool) -> Surroundings:
@@ -288,7 +322,7 @@ def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:
 def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> Kind:
     """The kind of a block; ops that couple rows in one block count for all blocks of its kind."""
     coupled = tuple(dict.fromkeys([*(known.couples_rows if known else ()),
-                                   *map(op_name, found.coupled)]))
+                                   *map(op_name, found.coupled), *found.joined]))
     if known:
         return msgspec.structs.replace(known, couples_rows=coupled)
     inputs, context, params, outputs = (
@@ -296,7 +330,7 @@ def _kind(name: str, piece: TracedBlock, found: Traits, known: Kind | None) -> K
         for table in (piece.inputs, piece.context, piece.params, piece.outputs)
     )
     return Kind(name, inputs, context, params, outputs, len(piece.nodes), found.flops_per_row,
-                coupled, found.tested, found.local, found.why, found.mutates)
+                coupled, found.tested, found.local, found.why, found.mutates, found.joined)
 
 
 def _outputs(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured) -> dict[str, str]:

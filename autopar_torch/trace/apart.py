@@ -2,7 +2,7 @@
 
 Everything that depends on no parameter is computed by every stage from its own rows. Masks and
 indices are made with ops that no rule knows, so nothing is guessed: values with rows have to be
-the joined values of the parts. Values without rows are taken from the whole batch, as in a step.
+the joined values of the parts, or they are made of the whole batch, as values without rows are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor, fx
 from ..model import TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout, Split
 from ..shard.parts import join
+from ..shard.rows import at_batch
 from ..shard.rules import is_mutable, op_name
-from .blocks import TracedBlock, at_batch
+from .blocks import TracedBlock
 from .capture import InputSource
 from .clean import info_of
 
@@ -32,15 +33,15 @@ ByName = dict[str, Any]
 
 def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedBlock],
            outputs: Iterable[str], sources: Mapping[str, InputSource],
-           consts: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Ops of the prologue after which rows depend on each other."""
+           consts: Mapping[str, Tensor]) -> frozenset[str]:
+    """What blocks read or the model returns of the prologue, and rows of which depend on others."""
     nodes = {node.name: node for node in prologue.nodes}
     leaving = {name for piece in pieces for name in piece.context.values()} | set(outputs)
     asked = [n for n in map(nodes.get, sorted(leaving)) if n is not None and n.name not in rowless
              and n.op != "placeholder" and not _only_picks(n, pieces)]
     suspects = [n for n in _upstream(asked, rowless) if _is_suspect(n)]
     if not suspects:
-        return ()
+        return frozenset()
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
@@ -48,11 +49,11 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
             given = {n.name: made_up(info_of(n), consts.get(sources[n.name].name), generator)
                      for n in graph.find_nodes(op="placeholder")}
             own = [n for n in graph.nodes if n.name in {node.name for node in asked}]
-            found = [_culprit(graph, own, rowless, given, cut) for cut in SPLITS]
+            found = [_apart(graph, own, rowless, given, cut) for cut in SPLITS]
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
-        return tuple(sorted(set(map(op_name, suspects))))
-    return tuple(dict.fromkeys(name for name in found if name))
+        found = [[n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))]]
+    return frozenset(n.name for nodes in found for n in nodes)
 
 
 def _upstream(asked: Iterable[fx.Node], rowless: frozenset[str]) -> list[fx.Node]:
@@ -134,21 +135,11 @@ def run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str],
     return {names[own]: value for own, value in made.items() if names[own] in wanted}
 
 
-def _culprit(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
-             cut: tuple[int, ...]) -> str:
-    """The first op whose parts do not join, if the parts of an asked value do not."""
-    fixed = {n.name for n in graph.nodes
-             if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
-    apart = _apart(graph, asked, given, fixed, cut)
-    if not apart:
-        return ""
-    read = set(_upstream(apart, rowless))
-    return op_name(_apart(graph, [n for n in graph.nodes if n in read], given, fixed, cut)[0])
-
-
-def _apart(graph: fx.Graph, asked: Sequence[fx.Node], given: ByName, fixed: set[str],
+def _apart(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
            cut: tuple[int, ...]) -> list[fx.Node]:
     """The nodes whose parts, joined, are not the whole."""
+    fixed = {n.name for n in graph.nodes
+             if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
     wanted = {node.name for node in asked}
     whole = run(graph, given, NUM_ROWS, wanted | fixed)
     parts, start = [], 0

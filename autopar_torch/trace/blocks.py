@@ -18,7 +18,7 @@ from torch import fx
 
 from ..model import ROWS, TensorInfo
 from ..shard.layout import WHOLE, Layout, Strategy
-from ..shard.rows import give_real_sizes, row_flow, rows_dim
+from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import flops, has_rule, has_tag, is_mutable, op_name, writers
 from .capture import InputSource
 from .clean import info_of
@@ -217,6 +217,7 @@ class Traits(NamedTuple):
     rows: tuple[Layout, ...]  # per output: where its rows are; P: it is a sum over them
     tested: tuple[str, ...] = ()  # ops that couple rows inside: outside, a test found none
     local: tuple[str, ...] = ()  # ops that look at the rows of a part, as was allowed
+    joined: tuple[str, ...] = ()  # ops that look at all rows, which replicas do together
     why: str = ""  # what the test found
 
 
@@ -242,14 +243,3 @@ def traits(graph: fx.Graph, carries: Mapping[fx.Node, Layout], known: Mapping[fx
     leaving: Any = graph.find_nodes(op="output")[0].args[0]
     rows = tuple(flow.get(node, WHOLE) for node in leaving)
     return Traits(tuple(coupled), flow, work, tuple(sorted(unruled)), mutates, rows)
-
-
-def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
-    """The same graph for a real number of rows, on a real device."""
-    new = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-
-    for node in graph.nodes:
-        env[node] = new.node_copy(node, lambda n: env[n])
-        give_real_sizes(env[node], rows, device)
-    return new

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -193,15 +192,15 @@ def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: LossFn | None,
             wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-            dtype: torch.dtype | None = None, most_opaque: int = 0) -> Captured:
+            dtype: torch.dtype | None = None, most_opaque: int = 0, rows: int = ROWS) -> Captured:
     """Export without running, `dtype` for parameters if given. Modules that stop it become opaque,
     unless they would have to be cast."""
     paths: list[str] = []
     why: dict[str, str] = {}
     for tries_left in reversed(range(most_opaque + 1)):
         try:
-            with opaque.stood_in(model, paths):
-                captured = _exported(model, call, device, loss_fn, wanted, shapes, dtype)
+            with opaque.stood_in(model, paths, rows):
+                captured = _exported(model, call, rows, device, loss_fn, wanted, shapes, dtype)
         except TraceError as error:
             cause = error.__cause__
             path = getattr(cause, "path", "") or opaque.culprit(model, cause)
@@ -222,13 +221,14 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
     raise AssertionError("the last try raises")
 
 
-def _exported(model: nn.Module, call: Call, device: torch.device, *how: Any) -> Captured:
+def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
+              *how: Any) -> Captured:
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
 
     def export(seen: Effects) -> Exported:
-        return _program(seen, call, device, mode, *how)
+        return _program(seen, call, rows, device, mode, *how)
 
     with effects.undone():
         program, told = export(effects)
@@ -285,7 +285,7 @@ def _constants(program: ExportedProgram) -> Iterator[tuple[fx.Node, Tensor]]:
             yield node, program.constants[spec.target]
 
 
-def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTensorMode,
+def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode: FakeTensorMode,
              loss_fn: LossFn | None, wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
              dtype: torch.dtype | None) -> Exported:
     """What export makes of one forward, and the names and form of its outputs."""
@@ -296,7 +296,7 @@ def _program(effects: Effects, call: Call, device: torch.device, mode: FakeTenso
           call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),
           passed(), attributes_set(exporting, print=lambda *_, **__: None)):  # of half a graph
         try:
-            program = torch.export.export(flat, _inputs(call, mode, device), strict=False)
+            program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)
         except AutoparError:
             raise
@@ -334,10 +334,11 @@ def module_path(node: fx.Node) -> str:
     return str(path).removeprefix("L['self'].").removeprefix("model").removeprefix(".")
 
 
-def _inputs(call: Call, mode: FakeTensorMode, device: torch.device) -> tuple[Tensor, ...]:
+def _inputs(call: Call, num_rows: int, mode: FakeTensorMode,
+            device: torch.device) -> tuple[Tensor, ...]:
     with mode:
         return tuple(
-            torch.empty((ROWS, *shape[1:]) if rows else shape, dtype=kind, device=device)
+            torch.empty((num_rows, *shape[1:]) if rows else shape, dtype=kind, device=device)
             for shape, kind, rows in zip(call.shapes, call.dtypes, call.rows, strict=True)
         )
 
@@ -359,21 +360,3 @@ def user_line(error: BaseException) -> str:
         if not frame.filename.startswith((home, "<")) and "autopar_torch/" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "the model's forward"
-
-
-def check_sizes(graph: fx.Graph) -> None:
-    """Every size must be a multiple of the number of rows, or have nothing to do with it."""
-
-    def visit(value: Any) -> Any:
-        big = isinstance(value, int) and ROWS // 2 < abs(value) < 2**62
-        if big and value % ROWS:
-            multiple = math.floor(value / ROWS + 0.5)
-            raise TraceError(
-                f"a size is {multiple} x the number of rows {value - multiple * ROWS:+d}",
-                where="the traced graph",
-                fix="only multiples of the batch size can be followed",
-            )
-        return value
-
-    for node in graph.nodes:
-        fx.node.map_aggregate((node.args, tuple(node.kwargs.values())), visit)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TraceError
-from ..model import ROWS, at_rows
+from ..model import ROWS
 from .burnt import PLAIN
 
 MOST = 16  # tries, with more and more opaque modules
@@ -114,19 +114,19 @@ def _(call: str, given: list[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def stood_in(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """These modules become one op each, wherever they are called."""
+def stood_in(model: nn.Module, paths: Sequence[str], rows: int = ROWS) -> Iterator[None]:
+    """These modules become one op each, wherever they are called in a trace of so many rows."""
     modules = {path: model.get_submodule(path) for path in paths}
     try:
         for path, module in modules.items():
-            module.forward = _stand_in(model, path, module)  # type: ignore[method-assign]
+            module.forward = _stand_in(model, path, module, rows)  # type: ignore[method-assign]
         yield
     finally:
         for module in modules.values():
             vars(module).pop("forward", None)
 
 
-def _stand_in(model: nn.Module, path: str, module: nn.Module) -> Any:
+def _stand_in(model: nn.Module, path: str, module: nn.Module, rows: int) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -141,7 +141,7 @@ def _stand_in(model: nn.Module, path: str, module: nn.Module) -> Any:
         own.model = model
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                shapes, tree = _learn(own, infos)
+                shapes, tree = _learn(own, infos, rows)
         finally:
             module.forward = forward  # type: ignore[method-assign]
         _shapes[call] = own, shapes
@@ -151,15 +151,16 @@ def _stand_in(model: nn.Module, path: str, module: nn.Module) -> Any:
     return forward
 
 
-def _learn(own: OpaqueModule, infos: Sequence[Any]) -> tuple[list[Any], Any]:
+def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list[Any], Any]:
     """(shape, type, device) of the outputs in a trace, and their tree, from a run on few rows."""
-    if any(type(x) is int and x and x % ROWS == 0 for x in own.leaves):
+    if any(type(x) is int and x and x % num_rows == 0 for x in own.leaves):
         raise _refusal(own.path, "is told the number of rows")
     with torch.random.fork_rng(devices=[]):
         trees = []
         for rows in FEW:
             torch.manual_seed(0)
-            given = [_made_up(shape, dtype, rows) for shape, dtype, _ in infos]
+            given = [_made_up([size // num_rows * rows if size % num_rows == 0 else size
+                               for size in shape], dtype) for shape, dtype, _ in infos]
             state = torch.get_rng_state()
             trees.append(_run(own, given))
             if not torch.equal(state, torch.get_rng_state()):
@@ -170,8 +171,9 @@ def _learn(own: OpaqueModule, infos: Sequence[Any]) -> tuple[list[Any], Any]:
     if len(few) != len(more) or any(a.dim() != b.dim() for a, b in zip(few, more, strict=True)):
         raise _refusal(own.path, "returns what depends on the data")
     device = infos[0][2] if infos else torch.device("cpu")
-    return [(tuple(_traced(own, a, b) for a, b in zip(x.shape, y.shape, strict=True)), x.dtype,
-             device) for x, y in zip(few, more, strict=True)], trees[0]
+    shapes = [tuple(_traced(own, *sizes, num_rows) for sizes in zip(x.shape, y.shape, strict=True))
+              for x, y in zip(few, more, strict=True)]
+    return [(shape, x.dtype, device) for shape, x in zip(shapes, few, strict=True)], trees[0]
 
 
 def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
@@ -191,21 +193,20 @@ def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
     return tree
 
 
-def _made_up(shape: Sequence[int], dtype: torch.dtype, rows: int) -> Tensor:
-    sizes = [at_rows(size, rows) for size in shape]
+def _made_up(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(sizes, dtype=dtype)
     return torch.randint(0, 2, sizes).to(dtype)
 
 
-def _traced(own: OpaqueModule, few: int, more: int) -> int:
+def _traced(own: OpaqueModule, few: int, more: int, num_rows: int) -> int:
     """The size of a trace that is so much for few rows, and for more."""
     if few == more:
         return few
     each = few // FEW[0]
     if (few, more) != (each * FEW[0], each * FEW[1]):
         raise _refusal(own.path, "returns sizes that depend on the data")
-    return each * ROWS
+    return each * num_rows
 
 
 def _refusal(path: str, what: str) -> TraceError:

@@ -52,7 +52,8 @@ def leaving(piece: TracedBlock, start: Sequence[fx.Node], flow: Flow, known: Flo
     end = piece.graph.find_nodes(op="output")[0]
     leaving: Any = end.args[0]
     for value in (n for n in leaving if n in seen):
-        if flow.get(value, WHOLE) == WHOLE and _plain_layout(value) == WHOLE:
+        if flow.get(value, WHOLE) == WHOLE and _plain_layout(value) == WHOLE \
+                and info_of(value).dtype.startswith("float"):
             new = _scaled(piece, value, end, num_rows)
             end.replace_input_with(value, new)
             new.meta = {**new.meta, "origin": value.meta.get("origin")}

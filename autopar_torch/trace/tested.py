@@ -21,9 +21,10 @@ from ..shard.layout import PARTIAL, WHOLE, Layout, Strategy
 from ..shard.rows import rows_dim
 from ..shard.rules import ShapedOp, flops, has_tag, is_mutable, op_name
 from ..shard.strategies import strategies
-from . import apart, shares
+from . import apart, shares, together
 from .blocks import SEEDED, TracedBlock, Traits, carried, signature, traits
 from .clean import has_rows, info_of
+from .together import between, leaving
 
 log = logging.getLogger("autopar_torch")
 PARTS: tuple[tuple[list[int], list[int]], ...] = (
@@ -62,10 +63,12 @@ class _Region:
 def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
                   around: Surroundings) -> Traits:
     """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
-    statistics need none: replicas join them."""
+    statistics need none: replicas join them, as they do what couples rows and may be done by all.
+    """
     known: dict[fx.Node, Layout] = {}
     settled: list[fx.Node] = []
     loose: list[fx.Node] = []
+    joined: list[fx.Node] = []
     carries, options = carried(piece.graph, given), dict[fx.Node, list[Strategy]]()
     while True:  # the first coupled op changes what is known of those after it
         if len(options) != sum(n.op == "call_function" for n in piece.graph.nodes):
@@ -85,17 +88,22 @@ def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
                     at = rows_dim(ShapedOp(node).out)
                     known[node] = PARTIAL if at == WHOLE else at
                 break
-        if why and not around.local:
-            log.debug("%s: %s", piece.name, why)
-            return found._replace(why=why)
-        if why:
+        if why and around.local:
             shares.local(piece, left[0], found.flow, known, around.num_rows)
             loose.append(left[0])
-    if loose:
-        shares.leaving(piece, loose, found.flow, known, around.num_rows)
+        elif why:
+            log.debug("%s: %s", piece.name, why)
+            if not (more := together.join(piece, left[0], found.flow, known)):
+                return found._replace(why=why)
+            joined, settled = ([n for n in some if not n._erased]
+                               for some in ([*joined, *more], settled))
+            options = {}
+    if loose or joined:
+        shares.leaving(piece, loose + joined, found.flow, known, around.num_rows)
         carries = carried(piece.graph, given)
         found = traits(piece.graph, carries, known, strategies(piece.graph, carries))
     return found._replace(local=tuple(dict.fromkeys(map(op_name, loose))),
+                          joined=tuple(dict.fromkeys(map(op_name, joined))),
                           tested=tuple(dict.fromkeys(map(op_name, settled))))
 
 
@@ -144,26 +152,6 @@ def _answer(region: _Region, name: str) -> str:
         if learnt:
             return ""
     return said or "all that was tried is not finite"
-
-
-def between(graph: fx.Graph, coupled: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes on a way from one of these to another, and themselves."""
-    below, above = set(coupled), set(coupled)
-    for node in graph.nodes:
-        if node.op == "call_function" and not below.isdisjoint(node.all_input_nodes):
-            below.add(node)
-    for node in reversed(graph.nodes):
-        if node in above:
-            above.update(node.all_input_nodes)
-    inside = below & above
-    return inside | {user for n in inside if isinstance(info_of(n), tuple) for user in n.users
-                     if op_name(user) == "getitem"}
-
-
-def leaving(inside: set[fx.Node]) -> list[fx.Node]:
-    """What others read of these nodes."""
-    return [n for n in inside if isinstance(info_of(n), TensorInfo)
-            and any(user not in inside for user in n.users)]
 
 
 # --- the region -----------------------------------------------------------------------------------

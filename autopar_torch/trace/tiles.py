@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from ..shard.rows import at_batch
 from ..shard.rules import op_name
-from .blocks import at_batch
 
 SIZE = 512  # of a tile
 _ONE_WAY = {"le", "lt", "ge", "gt", "__and__", "__or__", "bitwise_and", "bitwise_or", "bitwise_not",

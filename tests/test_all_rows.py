@@ -1,0 +1,174 @@
+"""Losses and layers that look at all rows of a batch, and numbers made of its size, are right under
+replicas and pipelines: losses and parameters of several steps, in float64, against one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar_torch as ap
+import claims
+from autopar_torch.errors import PlanError, TraceError
+from autopar_torch.plan import Plan, Replica, Stage
+from autopar_torch.trace import trace
+from autopar_torch.trace.call import take_apart
+from autopar_torch.trace.row_numbers import may_be_of_rows
+from ranks import run_ranks
+
+ROWS = 8, 7, 5  # of each step
+Loss = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def _contrast(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """As CLIP does."""
+    logits, own = F.normalize(a, dim=1) @ F.normalize(b, dim=1).t() / 0.5, torch.arange(n)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
+
+
+def _two_views(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """As SimCLR does: rows lie behind each other, and the own one is masked."""
+    z = F.normalize(torch.cat([a, b]), dim=1)
+    alike = (z @ z.t()).masked_fill(torch.eye(2 * n, dtype=torch.bool), -math.inf)
+    return F.cross_entropy(alike, (torch.arange(2 * n) + n) % (2 * n))
+
+
+def _decorrelated(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """As Barlow Twins and VICReg do."""
+    a, b = ((x - x.mean(0)) / x.std(0) for x in (a, b))
+    products = a.t() @ b / (n - 1)
+    return (products - torch.eye(len(products))).square().sum() + F.relu(1 - a.var(0)).mean()
+
+
+def _hardest(a: Tensor, b: Tensor, n: int) -> Tensor:
+    apart = torch.cdist(a, b)
+    far, near = apart.diagonal(), (apart + 1e3 * torch.eye(n)).amin(1)
+    return F.relu(far - near + 1).mean()
+
+
+def _nearest(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """KoLeo: an index into the rows of the batch."""
+    found = (a @ a.t() - 9 * torch.eye(n)).argmax(1)
+    return -torch.log((a - a[found]).norm(dim=1) + 1e-4).mean() + b.square().mean()
+
+
+def _ratio(a: Tensor, b: Tensor, n: int) -> Tensor:
+    weights = b.detach().abs().sum(1)
+    return ((a - b).square().mean(1) * weights).sum() / weights.sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "contrast": _contrast, "two views": _two_views, "decorrelated": _decorrelated,
+    "hardest": _hardest, "nearest": _nearest, "ratio": _ratio,
+    "product of means": lambda a, b, n: (a.mean(0) * b.mean(0)).sum(),
+    "order": lambda a, b, n: (a.sort(0)[0] - b.flip(0)).square().mean() + a[0].sum() + a.max(),
+    "attention over rows": lambda a, b, n: ((a @ b.t()).softmax(1) @ a - b).square().mean(),
+}
+NUMBERS: dict[str, Loss] = {
+    "2 / n": lambda a, b, n: (a - b).square().sum() * (2 / n),
+    "n / 2": lambda a, b, n: (a - b).square().sum() / (n / 2),
+    "n - 1": lambda a, b, n: (a - b).square().sum() / max(n - 1, 1),
+    "n (n - 1)": lambda a, b, n: 2.0 * (a - b).square().sum() / (n * (n - 1)),
+    "sqrt(n)": lambda a, b, n: (a - b).square().sum() / math.sqrt(n),
+    "log(n)": lambda a, b, n: (a - b).sum(1).logsumexp(0) - math.log(n),
+    "(n - 1) / n": lambda a, b, n: (a - b).square().mean() * ((n - 1) / n) + n / 50000,
+    "tensor(n)": lambda a, b, n: (a - b).square().sum() / torch.tensor(n),
+    "each row": lambda a, b, n: ((n - a) * b + n).clamp(max=float(n)).mean(),
+    "places": lambda a, b, n: ((a - b).sum(1) * (torch.arange(n) / (n - 1))).mean(),
+}
+PLANS = {"dp2": Plan.uniform(dp=2), "pp2": Plan.uniform(pp=2), "zero3": Plan.uniform(dp=2, zero=3)}
+
+
+class Twins(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(),
+                                        nn.Linear(16, 4)).double() for _ in range(2))
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.a(x), self.b(y), len(x))
+
+
+def _trained(loss: Loss, plan: Plan | None) -> list[Tensor]:
+    model: Any = Twins(loss)
+    if plan is not None:
+        model = ap.parallelize(model, plan=plan)
+    opt, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for step, rows in enumerate(ROWS):
+        x, y = torch.randn(2, rows, 6, dtype=torch.float64,
+                           generator=torch.Generator().manual_seed(step))
+        losses.append(model(x, y))
+        losses[-1].backward()
+        opt.step()
+        opt.zero_grad()
+    return [torch.stack(losses).detach(), *(p.detach() for p in model.state_dict().values())]
+
+
+def _hold(loss: Loss, plans: dict[str, Plan]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        want = _trained(loss, None)
+        for name, plan in plans.items():
+            for got, value in zip(_trained(loss, plan), want, strict=True):
+                torch.testing.assert_close(got, value, rtol=1e-9, atol=1e-12,
+                                           msg=lambda text, name=name: f"{name}: {text}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _claims() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, loss in {**LOSSES, **NUMBERS}.items():
+        yield f"claim_{name}", lambda loss=loss: _hold(loss, PLANS)  # type: ignore[misc]
+
+
+globals().update(_claims())
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
+
+
+def uneven() -> None:
+    def chain(*groups: tuple[int, ...], rows: int) -> Replica:
+        return Replica(tuple(Stage(group) for group in groups), 1, rows)
+
+    for loss in LOSSES.values():
+        _hold(loss, {"2 : 1": Plan((chain((0,), rows=2), chain((2,), rows=1))),
+                     "tensor degrees": Plan((chain((0, 1), rows=1), chain((2,), rows=2))),
+                     "turned around": Plan((chain((2,), rows=1), chain((0,), (1,), rows=1)))})
+
+
+@pytest.mark.slow
+def test_replicas_of_other_shapes_look_at_all_rows_in_their_order() -> None:
+    run_ranks(3, "test_all_rows:uneven")
+
+
+def test_micro_batches_cannot_look_at_all_rows() -> None:
+    x = torch.ones(4, 6, dtype=torch.float64)
+    model = ap.parallelize(Twins(_contrast), plan=Plan.uniform(num_micro_batches=2))
+    with pytest.raises(PlanError, match="cross_entropy") as caught:
+        model(x, x)
+    assert "use num_micro_batches=1; or" in caught.value.fix
+
+
+@pytest.mark.parametrize("loss", [
+    lambda a, b, n: a.sum() / (n // 2), lambda a, b, n: a[: n // 2].sum() + b.sum(),
+    lambda a, b, n: (a.sum() / n**0.3), lambda a, b, n: a.new_full((4,), n - 1) @ a.sum(0)])
+def test_a_number_of_rows_that_cannot_be_followed_is_refused(loss: Loss) -> None:
+    x = torch.ones(4, 6, dtype=torch.float64)
+    with pytest.raises(TraceError, match="depends on the number of rows"):
+        trace(Twins(loss), take_apart((x, x), {})[0])
+
+
+def test_numbers_that_people_write_are_not_traced_twice() -> None:
+    written = (0.044715, 1e-5, 1e-12, 32**-0.5, 100**-0.25, math.sqrt(2 / math.pi), 1.702, 1 / 3,
+               torch.finfo(torch.float32).min, math.log(10000), 2 * math.pi, 50257, 1e9, 1 / 255)
+    assert not any(map(may_be_of_rows, written))
