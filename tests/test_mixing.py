@@ -1,4 +1,4 @@
-"""Whether a batch may be shared out: not where its rows meet before any parameter."""
+"""Whether a batch may be shared out, where its rows meet: so that each sees all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import zoo
 from autopar_torch import api
 from autopar_torch.model import TensorInfo
 from autopar_torch.trace import apart
-from nets import DP2, TP2, batch, near, refused
+from nets import DP2, TP2, batch, near
 
 
 class Mixing(nn.Module):
@@ -83,17 +83,21 @@ def claim_experts_that_sort_tokens_are_shared_out_exactly() -> None:
         assert "sort" in " ".join(model.graph.tested)
 
 
-def claim_experts_with_a_capacity_are_not_shared_out() -> None:
-    """No random batch of a few rows fills it: one token everywhere does."""
-    plan = ap.Plan.uniform(**DP2)
-    assert "cumsum" in refused(lambda: ap.parallelize(Experts(2), plan=plan)(*batch()))
+def claim_experts_with_a_capacity_and_a_loss_of_all_rows_are_done_together() -> None:
+    """No random batch of a few rows fills a capacity: one token everywhere does."""
+    for options in {"capacity": 2}, {"balance": 0.5}:
+        plain = Experts(**options)
+        model = ap.parallelize(Experts(**options), plan=ap.Plan.uniform(**DP2))
+        loss, want = model(*batch()), plain(*batch())
+        loss.backward()
+        want.backward()
+        assert near(loss, want), options
+        assert near(model.module.gate.weight.grad, plain.gate.weight.grad), options
+        assert near(model.module.own.grad, plain.own.grad), options
 
 
-def claim_a_loss_that_mixes_rows_is_shared_out_only_where_local_statistics_are_allowed() -> None:
-    plan = ap.Plan.uniform(**DP2)
-    said = refused(lambda: ap.parallelize(Experts(balance=0.5), plan=plan)(*batch()))
-    assert '"batch_statistics": "local"' in said
-    allowed = ap.parallelize(Experts(balance=0.5), plan=plan,
+def claim_a_loss_of_all_rows_may_be_told_to_look_at_those_of_a_part() -> None:
+    allowed = ap.parallelize(Experts(balance=0.5), plan=ap.Plan.uniform(**DP2),
                              constraints={"batch_statistics": "local"})
     plain, (x, y) = Experts(balance=0.5), batch()
     half = len(x) // 2
@@ -104,29 +108,17 @@ def claim_a_loss_that_mixes_rows_is_shared_out_only_where_local_statistics_are_a
     assert near(loss, want) and near(allowed.module.gate.weight.grad, plain.gate.weight.grad)
 
 
-def claim_a_batch_that_is_mixed_before_any_parameter_is_not_shared_out() -> None:
-    _refuse_mixes(list(MIXES)[:2])
-
-
-def slow_claim_any_way_of_mixing_is_found() -> None:
-    _refuse_mixes(list(MIXES)[2:])
-
-
-def _refuse_mixes(names: list[str]) -> None:
-    for name, mix in ((name, MIXES[name]) for name in names):
-        for degrees in (DP2, TP2 | {"num_micro_batches": 2}):
-            plan = ap.Plan.uniform(**degrees)
-            said = refused(lambda m=mix, p=plan: ap.parallelize(Mixing(m), plan=p)(*batch()))
-            assert "whole batch" in said, (name, said)
-
-
-def claim_a_batch_that_is_not_mixed_is_shared_out_exactly() -> None:
-    for name, mix in APART.items():
+def claim_a_batch_that_is_mixed_before_any_parameter_is_that_of_all_rows() -> None:
+    for name, mix in {**MIXES, **APART}.items():
         for degrees in (DP2, TP2 | {"num_micro_batches": 4}):
             torch.manual_seed(0)
             plain = Mixing(mix)
             model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**degrees))
-            assert near(model(*batch()), plain(*batch())), (name, degrees)
+            loss, want = model(*batch()), plain(*batch())
+            loss.backward()
+            want.backward()
+            assert near(loss, want), (name, degrees)
+            assert near(model.module.head.weight.grad, plain.head.weight.grad), (name, degrees)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

@@ -401,7 +401,7 @@ def test_what_is_no_sum_over_rows_is_refused_wherever_it_is_made() -> None:
 
     x = torch.ones(6, 8)
     assert _near(ap.parallelize(Root(), plan=ap.Plan.uniform())(x=x), Root()(x))
-    with pytest.raises(PlanError, match="sqrt uses statistics of the whole batch"):
+    with pytest.raises(PlanError, match=r"together\(sqrt\) uses statistics of the whole batch"):
         ap.parallelize(Root(), plan=ap.Plan.uniform(num_micro_batches=3))(x=x)
 
 

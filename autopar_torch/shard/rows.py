@@ -32,6 +32,7 @@ def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
             flow[node] = known[node]
         elif all(layout == WHOLE for layout in have):
             flow[node] = rows_dim(op.out)  # a parameter expanded to the batch starts a flow
+            coupled += [node] if op.name == "randperm" and flow[node] != WHOLE else []
         elif match is not None and not (op.name == "mean" and match.out == PARTIAL):
             flow[node] = match.out
         elif PARTIAL in have and _is_linear(op, have):

@@ -98,8 +98,8 @@ def _told() -> Iterator[None]:
 def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Collection[str],
          again: Callable[..., Captured]) -> tuple[list[TracedBlock], fx.Graph]:
     flat = _plain(captured)
-    row_numbers.settle(flat, _consts(flat, captured), _batch(flat, captured),
-                       partial(_other, again))
+    odd = row_numbers.settle(flat, _consts(flat, captured), _batch(flat, captured),
+                             partial(_other, again))
     functionalize(flat, captured.sources)
     masks.settle(flat, _known(flat, captured, call))
     drop_no_ops(flat)
@@ -114,7 +114,9 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
     note_factors(main)
-    return cut(flat, main, captured.sources), flat
+    pieces = cut(flat, main, captured.sources)
+    row_numbers.refuse_odd(pieces, odd)
+    return pieces, flat
 
 
 def _plain(captured: Captured) -> fx.Graph:
@@ -253,7 +255,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     kinds: dict[str, Kind] = {}
     programs: dict[str, fx.Graph] = {}
     unruled: set[str] = set()
-    known_traits: dict[Any, Traits] = {}
+    known_traits: dict[Any, tuple[Traits, fx.Graph]] = {}
     prologue = _prologue(flat, pieces)
     rows = _rows_of(prologue)  # where the rows of a value are, or P for a sum over them
     around = _surroundings(prologue, captured, local)
@@ -265,12 +267,12 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
                                          str(fx.node.map_arg(n.args, info_of))) for n in made))
         if key not in known_traits:
             known_traits[key] = tested_traits(piece, given, around)
-        found = known_traits[key]
+        found, program = known_traits[key]
         like = (piece.signature, key if found.joined else ())
         name = names.setdefault(like, f"kind{len(names)}")
         named.append(name)
-        programs.setdefault(name, piece.graph)
-        if shares.SLOT in {str(n.target) for n in programs.get(name, piece.graph).nodes}:
+        programs.setdefault(name, program)
+        if shares.SLOT in {str(n.target) for n in programs[name].nodes}:
             shares.fill(piece, around.num_rows)
         rows |= zip(piece.outputs.values(), found.rows, strict=True)
         kinds[name] = _kind(name, piece, found, kinds.get(name))
@@ -288,7 +290,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
         rowless -= {around.num_rows}
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
-    stuck = tangled(prologue, mixed, places, pieces, outputs.values())
+    read = [(piece.context, programs[name]) for piece, name in zip(pieces, named, strict=True)]
+    stuck = tangled(prologue, mixed, places, read, outputs.values())
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck)
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}

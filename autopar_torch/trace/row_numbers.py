@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -24,13 +24,16 @@ from ..errors import TraceError
 from ..model import ROWS, TensorInfo
 from ..shard.loss_sums import number_of_rows
 from ..shard.rules import op_name
+from .blocks import TracedBlock
 from .clean import info_of
 
 OTHER_ROWS = 720_720  # divides by all up to 16, and `ROWS` by none: `n // 2` is no formula
-MOST_DENOMINATOR, LARGE, NEAR, SAME = 10**5, 10**9, 1e-13, 1e-12
+MOST_DENOMINATOR, LARGE, NEAR, SAME = 10**5, 10**9, 1e-13, 1e-14
 MOST_TYPED = 9  # digits of a number that somebody wrote
 MOST_PARTS = 16  # into which rows are divided
 FEW_DIGITS = 4  # of a constant that somebody wrote
+SMALL = 4096  # so many may well be written
+_PICKS = {"slice": 1, "narrow": 1, "select": 1, "topk": 2, "kthvalue": 2, "unfold": 1}  # their dim
 NO_SIZE = 2**62  # ends such as 2**63 - 1
 _HALVES = [k / 2 for k in range(-4, 5)]
 
@@ -39,7 +42,7 @@ class Formula(NamedTuple):
     """`factor * n**power * (n + shift)**shifted * log(n)**logs`."""
 
     power: float
-    shift: int
+    shift: float
     shifted: int
     logs: int
 
@@ -49,7 +52,7 @@ class Formula(NamedTuple):
 
 FORMULAS = [Formula(power, 0, 0, logs) for logs in (0, 1) for power in _HALVES if power or logs] + [
     Formula(power, shift, shifted, 0) for power, shift, shifted in itertools.product(
-        (0, 1, -1), (-1, 1, -2, 2), (1, -1))]
+        (1, -1), (-1, 1, -2, 2), (1, -1))]
 
 
 def is_of_rows(number: int, most_parts: int = 1) -> bool:
@@ -109,16 +112,42 @@ def _leaves(graph: fx.Graph) -> Iterator[_Leaf]:
 
 def _is_suspect(leaf: _Leaf) -> bool:
     number = leaf.number
-    if type(number) is float and number % ROWS:
+    if not number or not math.isfinite(number) or abs(number) >= NO_SIZE:
+        return False
+    if number != int(number):
         return may_be_of_rows(number)
     number = int(number)
-    if not number or abs(number) >= NO_SIZE:
+    if number % ROWS == 0:
+        return _is_odd(number) or _is_computed_with(leaf)
+    large = leaf.is_value and abs(number) > SMALL and not _is_round(number)
+    return large or _is_odd(number) or _picks_rows(leaf.node)
+
+
+def _is_round(number: int) -> bool:
+    """A power of ten or two, as people write them."""
+    return not str(abs(number)).strip("0").strip("1") or not abs(number) & (abs(number) - 1)
+
+
+def _picks_rows(node: fx.Node) -> bool:
+    """Whether it takes some of the rows by their numbers."""
+    if op_name(node) not in _PICKS or not node.all_input_nodes:
         return False
-    rest, power = _apart(number, ROWS)
-    if power and not is_of_rows(int(rest)):
-        made = type(leaf.number) is int and not leaf.node.all_input_nodes  # as `arange(n)` is
-        return leaf.is_value and not made and not scales(leaf.node)
-    return abs(number) > ROWS // 2 or is_of_rows(number, MOST_PARTS)
+    shape = info_of(node.all_input_nodes[0]).shape
+    dim = node.args[_PICKS[op_name(node)]] if len(node.args) > _PICKS[op_name(node)] else -1
+    return bool(shape) and shape[int(dim)] % ROWS == 0  # type: ignore[arg-type]
+
+
+def _is_odd(size: int) -> bool:
+    """Whether a whole number may be made of the rows, and not be a multiple of them."""
+    rest, power = _apart(size, ROWS)
+    return is_of_rows(int(rest), MOST_PARTS) or (not power and abs(size) > ROWS // 2)
+
+
+def _is_computed_with(leaf: _Leaf) -> bool:
+    """Whether a multiple of the rows is no size that is followed: a value, but no factor, as losses
+    are divided by; and not where a value is made of numbers, as `arange(n)` is."""
+    made = type(leaf.number) is int and not leaf.node.all_input_nodes
+    return leaf.is_value and not made and not scales(leaf.node)
 
 
 def _apart(number: float, rows: int) -> tuple[float, int]:
@@ -135,25 +164,53 @@ def scales(node: fx.Node) -> bool:
 
 
 def settle(graph: fx.Graph, consts: Mapping[fx.Node, Tensor], batch: list[fx.Node],
-           other: Callable[[], tuple[fx.Graph, Mapping[fx.Node, Tensor]]]) -> None:
+           other: Callable[[], tuple[fx.Graph, Mapping[fx.Node, Tensor]]]) -> set[int]:
     """Write numbers that are made of the number of rows as what makes them; `other` traces the
-    model for `OTHER_ROWS`. Constants are given by their placeholders."""
-    leaves = list(_leaves(graph))
-    if not any(map(_is_suspect, leaves)) and not any(map(_may_hold, consts.values())):
-        return
+    model for `OTHER_ROWS`. Constants are given by their placeholders. Returns sizes that are no
+    multiples of the rows and yet depend on them."""
+    leaves, sizes = list(_leaves(graph)), list(_sizes(graph))
+    if not (any(map(_is_suspect, leaves)) or any(map(_is_odd, {*sizes}))
+            or any(map(_may_hold, consts.values()))):
+        return set()
     second, seconds = other()
-    twins = list(_leaves(second))
+    twins, others = list(_leaves(second)), list(_sizes(second))
     alike = [(a.op, op_name(a)) for a in graph.nodes] == [(b.op, op_name(b)) for b in second.nodes]
-    if not alike or len(leaves) != len(twins) or len(consts) != len(seconds):
+    lengths = [(len(leaves), len(sizes), len(consts)), (len(twins), len(others), len(seconds))]
+    if not alike or lengths[0] != lengths[1]:
         raise TraceError("what forward does depends on the number of rows", where="forward",
                          fix="let Python not decide by the size of the batch")
     for (place, value), twin in zip(consts.items(), seconds.values(), strict=True):
         if value.shape != twin.shape or not torch.equal(*(x.nan_to_num() for x in (value, twin))):
             _write_const(graph, place, value, twin, batch)
     for leaf, own in zip(leaves, twins, strict=True):
-        both = _apart(leaf.number, ROWS), _apart(own.number, OTHER_ROWS)
-        if leaf.number != own.number and (both[0] != both[1] or _is_suspect(leaf)):
+        if _differ(leaf.number, own.number) or (
+                leaf.number != own.number and _is_computed_with(leaf)):
             _write(graph, leaf, own.number, batch)
+    odd = {a for a, b in zip(sizes, others, strict=True) if _differ(a, b)}
+    if seeming := [size for size in odd if size % ROWS == 0]:
+        raise _refusal(f"a size, {seeming[0]} of {ROWS} rows,", "forward")
+    return odd
+
+
+def _sizes(graph: fx.Graph) -> Iterator[int]:
+    for node in graph.nodes:
+        infos = info_of(node)
+        for info in infos if isinstance(infos, tuple) else (infos,):
+            yield from info.shape if isinstance(info, TensorInfo) else ()
+
+
+def _differ(number: float, twin: float) -> bool:
+    """Whether they depend on the rows otherwise than as multiples."""
+    return number != twin and _apart(number, ROWS) != _apart(twin, OTHER_ROWS)
+
+
+def refuse_odd(pieces: Sequence[TracedBlock], odd: set[int]) -> None:
+    """Such sizes are known inside of a block only."""
+    for piece in pieces:
+        for slot in (*piece.inputs, *piece.outputs):
+            if found := odd.intersection(piece.infos[slot].shape):
+                raise _refusal(f"a size of what {piece.name} takes or hands on, {found.pop()} of "
+                               f"{ROWS} rows,", piece.name)
 
 
 def _may_hold(const: Tensor) -> bool:
@@ -209,8 +266,14 @@ def _refusal(what: str, where: str) -> TraceError:
 
 def _formula(number: float, twin: float) -> tuple[float, Formula] | None:
     """What is so much for `ROWS` rows and for `OTHER_ROWS`."""
-    for formula in FORMULAS:
-        factor, again = number / formula.at(ROWS), twin / formula.at(OTHER_ROWS)
-        if abs(factor - again) <= SAME * abs(factor):
-            return factor, formula
-    return None
+    if not number or not twin:
+        return None
+    for value, other, shifted in (number, twin, 1), (1 / number, 1 / twin, -1):
+        times = round((value - other) / (ROWS - OTHER_ROWS))  # `times * n + more`
+        more = round(value - times * ROWS)
+        made = times * OTHER_ROWS + more
+        if times and abs(more) <= MOST_PARTS and abs(made / other - 1) <= SAME:
+            return float(times)**shifted, Formula(0, more / times, shifted, 0)
+    apart, factor, formula = min((abs(1 - twin / f.at(OTHER_ROWS) / (number / f.at(ROWS))),
+                                  number / f.at(ROWS), f) for f in FORMULAS)
+    return (factor, formula) if apart <= SAME else None

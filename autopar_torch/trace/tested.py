@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ..shard.strategies import strategies
 from . import apart, shares, together
 from .blocks import SEEDED, TracedBlock, Traits, carried, signature, traits
 from .clean import has_rows, info_of
-from .together import between, leaving
+from .together import between, copied, leaving
 
 log = logging.getLogger("autopar_torch")
 PARTS: tuple[tuple[list[int], list[int]], ...] = (
@@ -61,10 +61,22 @@ class _Region:
 
 
 def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
-                  around: Surroundings) -> Traits:
-    """The traits of a block; if rules say that it couples rows, a test has the last word. Batch
-    statistics need none: replicas join them, as they do what couples rows and may be done by all.
-    """
+                  around: Surroundings) -> tuple[Traits, fx.Graph]:
+    """The traits of a block and its graph, in which replicas may do together what couples rows, if
+    a test does not find that it couples none."""
+    before = replace(piece, graph=copied(piece.graph))
+    found = _traits(piece, given, around, joins=False)
+    if found.why:
+        joined = _traits(before, given, around, joins=True)
+        if not joined.why:
+            return joined, before.graph
+    return found, piece.graph
+
+
+def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: Surroundings,
+            joins: bool) -> Traits:
+    """If rules say that a block couples rows, a test has the last word; batch statistics need none.
+    Where it finds that so it is, replicas do it together, if it `joins` and they can."""
     known: dict[fx.Node, Layout] = {}
     settled: list[fx.Node] = []
     loose: list[fx.Node] = []
@@ -93,7 +105,8 @@ def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
             loose.append(left[0])
         elif why:
             log.debug("%s: %s", piece.name, why)
-            if not (more := together.join(piece, left[0], found.flow, known)):
+            more = together.join(piece, left[0], found.flow, known) if joins else []
+            if not more:
                 return found._replace(why=why)
             joined, settled = ([n for n in some if not n._erased]
                                for some in ([*joined, *more], settled))

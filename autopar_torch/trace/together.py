@@ -59,12 +59,13 @@ def _tangle(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def tangled(prologue: fx.Graph, mixed: Collection[str], placed: Collection[str],
-            pieces: Sequence[TracedBlock], outputs: Collection[str]) -> tuple[str, ...]:
+            blocks: Sequence[tuple[dict[str, str], fx.Graph]],
+            outputs: Collection[str]) -> tuple[str, ...]:
     """Ops of the prologue that mix rows and make values of which a replica cannot have the rows of
     its own: nobody knows where they are, or the batch is in two dims, and more than an op that
-    looks at all rows reads them."""
-    read = {name for piece in pieces for slot, name in piece.context.items()
-            for place in piece.graph.find_nodes(op="placeholder", target=slot)
+    looks at all rows reads them. `blocks`: what their slots are filled with, and their graphs."""
+    read = {name for context, graph in blocks for slot, name in context.items()
+            for place in graph.find_nodes(op="placeholder", target=slot)
             if not all(isinstance(user.target, Together) for user in place.users)}
     found = [n for n in prologue.nodes if n.name in mixed]
     return tuple(dict.fromkeys(op_name(n) for n in found if n.name not in placed or (
@@ -124,6 +125,15 @@ def _replace(graph: fx.Graph, new: fx.Node, results: Sequence[fx.Node], outs: Se
             behind.add(node)
             last.append(node)
             last = node
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """The same graph, with what is known of its nodes."""
+    new, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        made[node] = new.node_copy(node, made.__getitem__)
+        made[node].name = node.name
+    return new
 
 
 def between(graph: fx.Graph, coupled: Sequence[fx.Node]) -> set[fx.Node]:
