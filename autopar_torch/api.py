@@ -421,20 +421,20 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
 
 def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:
     """Log what will run, and what cannot be split."""
-    idle = plan.idle(num_devices)
-    log.log(logging.WARNING if idle else logging.INFO, "training with: %s",
+    log.log(logging.WARNING if plan.idle(num_devices) else logging.INFO, "training with: %s",
             plan.describe(num_devices))
     if len(plan.replicas) > 1 or plan.num_micro_batches > len(plan.replicas):
         if tested := traced.graph.tested:
             log.info("the batch is shared out, as few rows gave the same together and apart "
                      "(tested; no rule proves it for %s)", ", ".join(tested))
+        if joined := traced.graph.coupled:
+            log.info("replicas do together, for the rows of all: %s", ", ".join(joined))
         if local := traced.graph.local:
             log.warning("as batch_statistics is \"local\", %s sees the rows of one replica and "
                         "micro-batch only, so losses and gradients depend on the plan",
                         ", ".join(local))
-    if plan.shardings and traced.graph.replicated_ops:
-        log.info("whole on every rank of a tensor group, as no rule splits them: %s",
-                 ", ".join(traced.graph.replicated_ops))
+    if plan.shardings and (ops := traced.graph.replicated_ops):
+        log.info("whole on all ranks of a tensor group, as no rule splits them: %s", ", ".join(ops))
     for sharding in plan.shardings:
         if not any("S" in text for text in sharding.ops.values()):
             log.warning("%s has no dim that %s devices can share, so each computes all of it",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,6 +130,27 @@ def _claims() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 globals().update(_claims())
+
+
+class Outside(Twins):
+    """Returns what a loss that is made outside compares, with the batch in two dims."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a = F.normalize(self.a(x), dim=1)
+        return a @ F.normalize(self.b(y), dim=1).t(), a
+
+
+def claim_a_value_with_the_batch_in_two_dims_is_returned_whole() -> None:
+    for plan in PLANS.values():
+        plain, model = Outside(_contrast), ap.parallelize(Outside(_contrast), plan=plan)
+        x, y = torch.randn(2, 5, 6, dtype=torch.float64)
+        dist.broadcast(x, 0)
+        dist.broadcast(y, 0)
+        for net in plain, model:
+            alike, a = net(x, y)
+            (F.cross_entropy(alike, torch.arange(5)) + a.square().mean()).backward()
+        for name, own in model.module.named_parameters():
+            torch.testing.assert_close(own.grad, plain.get_parameter(name).grad)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

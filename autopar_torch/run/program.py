@@ -84,7 +84,7 @@ class Program:
         if kind.is_floating_point and summed:
             kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
         full = torch.zeros(info.at(num_rows), dtype=kind, device=device)
-        if len(dims) > 1 and not in_one:
+        if len(dims) > 1 and not in_one and any(x.shape != full.shape for x in parts.values()):
             raise RunError(
                 "an output has the batch in more than one dim", where=name,
                 fix="do not return it, or use one replica and num_micro_batches=1",
