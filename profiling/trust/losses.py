@@ -69,6 +69,13 @@ LOSSES: dict[str, Loss] = {
     "cdist": lambda o, y, t, s: torch.cdist(o, t).mean(),
     "gathered": lambda o, y, t, s: -o.log_softmax(1).gather(1, y[:, None]).mean(),
     "indexed": lambda o, y, t, s: -o.log_softmax(1)[torch.arange(len(y)), y].mean(),
+    "twice_over_rows": lambda o, y, t, s: (o - t).square().sum() * (2 / len(y)),
+    "rows_less_one": lambda o, y, t, s: (o - t).square().sum() / (len(y) - 1),
+    "root_of_rows": lambda o, y, t, s: (o - t).square().sum() / len(y) ** 0.5,
+    "half_of_rows": lambda o, y, t, s: (o - t)[: len(y) // 2].square().mean(),
+    "pairs": lambda o, y, t, s: torch.cdist(o, o).square().sum() / (len(y) * (len(y) - 1)),
+    "contrastive": lambda o, y, t, s: F.cross_entropy(o @ t.T, torch.arange(len(y))),
+    "centred": lambda o, y, t, s: (o - o.mean(0) - t).abs().mean(),
     "masked": lambda o, y, t, s: ((o - t) ** 2)[t > 0].mean(),
 }
 
