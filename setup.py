@@ -28,6 +28,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "setuptools>=77",
             "hypothesis",
             "transformers",
             "accelerate",

@@ -131,6 +131,7 @@ def test_discovery_takes_under_a_second_and_is_done_once() -> None:
     assert first is discover.evidence(linear_in_both())
 
 
+@pytest.mark.skipif(not discover._reviewed(), reason="the file was made with another torch")
 def test_what_is_in_the_file_is_what_is_found() -> None:
     for found in (node(aten.numpy_T.default, floats(8, 9)), node(
             aten.einsum.default, "bclsh,bcshp->bclhp", [floats(B, 1, 16, 16, 4),
