@@ -64,10 +64,8 @@ def is_of_rows(number: int, most_parts: int = 1) -> bool:
 
 @functools.lru_cache(10_000)
 def may_be_of_rows(number: float) -> bool:
-    """False for what is known to be made of other numbers: it was written so, or it is a root or a
-    logarithm of a fraction of small numbers."""
-    if not math.isfinite(number) or abs(number) > 1e30 or number == int(number):
-        return math.isfinite(number) and abs(number) < 1e30 and is_of_rows(int(number))
+    """Of a fraction. False for what is known to be made of other numbers: it was written so, or it
+    is a root or a logarithm of a fraction of small numbers."""
     digits = repr(abs(number)).partition("e")[0].replace(".", "").strip("0")
     if len(digits) <= MOST_TYPED:
         return _has_rows(Fraction(repr(number)))
