@@ -77,6 +77,8 @@ NUMBERS: dict[str, Loss] = {
     "n (n - 1)": lambda a, b, n: 2.0 * (a - b).square().sum() / (n * (n - 1)),
     "sqrt(n)": lambda a, b, n: (a - b).square().sum() / math.sqrt(n),
     "log(n)": lambda a, b, n: (a - b).sum(1).logsumexp(0) - math.log(n),
+    "c / (n - 1)": lambda a, b, n: (a - b).square().sum() * (2 / (n - 1)) * ((n - 1) * 0.01),
+    "sqrt(c / (n - 1))": lambda a, b, n: (a - b).square().sum() * math.sqrt(2 / (n - 1)),
     "(n - 1) / n": lambda a, b, n: (a - b).square().mean() * ((n - 1) / n) + n / 50000,
     "tensor(n)": lambda a, b, n: (a - b).square().sum() / torch.tensor(n),
     "each row": lambda a, b, n: ((n - a) * b + n).clamp(max=float(n)).mean(),
@@ -155,6 +157,45 @@ def claim_a_value_with_the_batch_in_two_dims_is_returned_whole() -> None:
             torch.testing.assert_close(own.grad, plain.get_parameter(name).grad)
 
 
+def claim_forward_may_not_communicate_by_itself() -> None:
+    def talks(a: Tensor, b: Tensor, n: int) -> Tensor:
+        alike = a.t() @ b / n
+        dist.all_reduce(alike)
+        return alike.square().sum()
+
+    def sees(a: Tensor, b: Tensor, n: int) -> Tensor:  # and cannot be traced
+        return talks(a[a.sum(1) > 0], b[a.sum(1) > 0], n)
+
+    x = torch.ones(4, 6, dtype=torch.float64)
+    for loss in talks, sees:
+        with pytest.raises(PlanError, match="communicates by itself"):
+            ap.parallelize(Twins(loss), plan=DP2["dp2"])(x, x)
+
+
+def claim_numbers_of_rows_that_are_labels_too_pick_no_rows_of_a_part() -> None:
+    def both(a: Tensor, b: Tensor, n: int) -> Tensor:
+        own = torch.arange(n)
+        return F.cross_entropy(a @ b.t(), own) - a[own, own % 4].mean()
+
+    x = torch.ones(4, 6, dtype=torch.float64)
+    with pytest.raises(PlanError, match="arange"):
+        ap.parallelize(Twins(both), plan=DP2["dp2"])(x, x)
+
+
+class Bfloat(Twins):
+    """Of that type itself, not as a plan computes."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.bfloat16(), y.bfloat16())
+
+
+def claim_a_loss_in_bfloat16_is_counted_once() -> None:
+    x, y = torch.linspace(-1, 1, 48).view(2, 4, 6).double()
+    plain, model = Bfloat(_contrast).bfloat16(), Bfloat(_contrast).bfloat16()
+    got, want = ap.parallelize(model, plan=DP2["dp2"])(x, y), plain(x, y)
+    torch.testing.assert_close(got.double(), want.double(), rtol=0.05, atol=0.0)
+
+
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)
@@ -185,6 +226,7 @@ def test_micro_batches_cannot_look_at_all_rows() -> None:
 
 @pytest.mark.parametrize("loss", [
     lambda a, b, n: a.sum() / (n // 2), lambda a, b, n: a[: n // 2].sum() + b.sum(),
+    lambda a, b, n: a.sum() / torch.tensor([n, 3.0]).prod(),
     lambda a, b, n: (a.sum() / n**0.3), lambda a, b, n: a.new_full((4,), n - 1) @ a.sum(0)])
 def test_a_number_of_rows_that_cannot_be_followed_is_refused(loss: Loss) -> None:
     x = torch.ones(4, 6, dtype=torch.float64)
@@ -194,5 +236,5 @@ def test_a_number_of_rows_that_cannot_be_followed_is_refused(loss: Loss) -> None
 
 def test_numbers_that_people_write_are_not_traced_twice() -> None:
     written = (0.044715, 1e-5, 1e-12, 32**-0.5, 100**-0.25, math.sqrt(2 / math.pi), 1.702, 1 / 3,
-               math.log(10000), 2 * math.pi, 1 / 255)
+               math.log(10000), 2 * math.pi, 1 / 255, 1e-6, 0.5, 0.1)
     assert not any(map(may_be_of_rows, written))

@@ -22,7 +22,9 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import PlanError
 from ..trace.call import Call
+from ..trace.capture import refuse_messages
 from ..trace.form import Form, LossFn, Named, outputs_of
 from .nonfinite import Rows
 from .randomness import untouched
@@ -108,6 +110,7 @@ class _Labels(TorchDispatchMode):
         self.targets, self.indices, self.ignored = list[Tensor](), list[Tensor](), set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_messages(func)
         name = func.overloadpacket.__name__
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             self.targets.append(args[1].detach().clone())
@@ -129,6 +132,8 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
                 labels = _Labels()
                 with labels:
                     whole = trial.run(rows)
+            except PlanError:
+                raise
             except Exception as error:  # of the model, whatever it is
                 if count < call.num_rows and trial.runs(_as_type(tensors, dtype)):
                     return Shares(f"{count} of {call.num_rows} rows alone do not run "

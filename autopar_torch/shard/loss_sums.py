@@ -79,7 +79,7 @@ def count_values(batch: Tensor, per_row: int) -> Tensor:
     return torch.tensor(float(batch.shape[0] * per_row), device=batch.device)
 
 
-def number_of_rows(batch: Tensor, factor: float, power: float, shift: float, shifted: int,
+def number_of_rows(batch: Tensor, factor: float, power: float, shift: float, shifted: float,
                    logs: int, dtype: torch.dtype) -> Tensor:
     """`factor * n**power * (n + shift)**shifted * log(n)**logs` for the n rows of the whole batch;
     infinite where Python would have stopped at a division by zero."""

@@ -22,7 +22,7 @@ from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name, writers
 from ..shard.strategies import strategies
 from . import losses, masks, opaque, row_numbers, shares, tails
-from .apart import mixing
+from .apart import mixing, picks_too
 from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
@@ -290,8 +290,9 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
         rowless -= {around.num_rows}
     mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
-    read = [(piece.context, programs[name]) for piece, name in zip(pieces, named, strict=True)]
-    stuck = tangled(prologue, mixed, places, read, outputs.values())
+    run = [(piece, programs[name]) for piece, name in zip(pieces, named, strict=True)]
+    stuck = tangled(prologue, mixed, places, run, outputs.values())
+    stuck += ("arange",) if picks_too(prologue, mixed, pieces) else ()
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck)
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}

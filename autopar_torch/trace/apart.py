@@ -7,6 +7,7 @@ the joined values of the parts, or they are made of the whole batch, as values w
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from .clean import info_of
 
 log = logging.getLogger("autopar_torch")
 CPU = torch.device("cpu")
-NUM_ROWS, SPLITS = 4, ((1, 3), (2, 2))
+NUM_ROWS, SPLITS, SEEDS = 4, ((1, 3), (2, 2)), range(3)
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
 _VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
 ByName = dict[str, Any]
@@ -42,17 +43,19 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
     suspects = [n for n in _upstream(asked, rowless) if _is_suspect(n)]
     if not suspects:
         return frozenset()
-    generator = torch.Generator().manual_seed(0)
+    found = list[list[fx.Node]]()
     try:
         with torch.no_grad():
             graph = _without_others(prologue, asked)
-            given = {n.name: made_up(info_of(n), consts.get(sources[n.name].name), generator)
-                     for n in graph.find_nodes(op="placeholder")}
             own = [n for n in graph.nodes if n.name in {node.name for node in asked}]
-            found = [_apart(graph, own, rowless, given, cut) for cut in SPLITS]
+            for seed, cut in itertools.product(SEEDS, SPLITS):  # few numbers may be alike by chance
+                draw = torch.Generator().manual_seed(seed)
+                given = {n.name: made_up(info_of(n), consts.get(sources[n.name].name), draw)
+                         for n in graph.find_nodes(op="placeholder")}
+                found.append(_apart(graph, own, rowless, given, cut))
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
-        found = [[n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))]]
+        found.append([n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))])
     return frozenset(n.name for nodes in found for n in nodes)
 
 
@@ -84,6 +87,30 @@ def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
     places = [place for piece in pieces for slot, name in piece.context.items() if name == node.name
               for place in piece.graph.find_nodes(op="placeholder", target=slot)]
     return bool(places) and all(map(_picks, places))
+
+
+def picks_too(prologue: fx.Graph, mixed: Collection[str],
+              pieces: Sequence[TracedBlock]) -> tuple[str, ...]:
+    """Values that mix rows and pick rows, too, by their numbers within a part: they cannot be those
+    of the whole batch."""
+    slots = {(name, slot): piece for piece in pieces for slot, name in piece.context.items()}
+    return tuple(name for (name, slot), piece in slots.items() if name in mixed and any(
+        user.op != "output" and op_name(user) in _PICKS
+        for place in piece.graph.find_nodes(op="placeholder", target=slot)
+        for user in _with_views(place) if _is_numbers(prologue, name)))
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    """What reads a value or a view of it."""
+    return [x for user in node.users
+            for x in ([user, *_with_views(user)] if op_name(user) in _VIEWS else [user])]
+
+
+def _is_numbers(prologue: fx.Graph, name: str) -> bool:
+    node = next(n for n in prologue.nodes if n.name == name)
+    while op_name(node) in _VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return op_name(node) == "arange"
 
 
 def _picks(node: fx.Node) -> bool:

@@ -129,6 +129,14 @@ def _masks_as_given() -> contextlib.AbstractContextManager[None]:
         is_causal))
 
 
+def refuse_messages(func: Any) -> None:
+    """Ranks are not in the same place of forward, so it must not communicate by itself."""
+    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        raise PlanError(f"forward communicates by itself ({func.overloadpacket.__name__})",
+                        where="forward", fix="leave it out: the batch that a rank is given is that "
+                        "of all, and so is what forward makes of it")
+
+
 def _limited() -> contextlib.AbstractContextManager[None]:
     """So many ops and seconds for a trace: loops are written out step by step."""
     plain, num_ops, end = FakeTensorMode.dispatch, 0, time.monotonic() + MOST_SECONDS
@@ -139,6 +147,7 @@ def _limited() -> contextlib.AbstractContextManager[None]:
         if num_ops > MOST_OPS or time.monotonic() > end:
             raise _TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
                                 f"{MOST_SECONDS:.0f} s to trace")
+        refuse_messages(func)
         if func is torch.ops.aten.unbind.int:
             size = args[0].shape[args[1] if len(args) > 1 else 0]
             if size and size % ROWS == 0:

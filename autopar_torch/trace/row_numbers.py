@@ -28,10 +28,11 @@ from .blocks import TracedBlock
 from .clean import info_of
 
 OTHER_ROWS = 720_720  # divides by all up to 16, and `ROWS` by none: `n // 2` is no formula
-MOST_DENOMINATOR, LARGE, NEAR, SAME = 10**5, 10**9, 1e-13, 1e-14
+NEAR, SAME = 1e-13, 1e-14
 MOST_TYPED = 9  # digits of a number that somebody wrote
 MOST_PARTS = 16  # into which rows are divided
 FEW_DIGITS = 4  # of a constant that somebody wrote
+MOST_ELEMENTS = 64  # of constants that are looked at
 SMALL = 4096  # so many may well be written
 _PICKS = {"slice": 1, "narrow": 1, "select": 1, "topk": 2, "kthvalue": 2, "unfold": 1}  # their dim
 NO_SIZE = 2**62  # ends such as 2**63 - 1
@@ -43,16 +44,16 @@ class Formula(NamedTuple):
 
     power: float
     shift: float
-    shifted: int
+    shifted: float
     logs: int
 
     def at(self, n: int) -> float:
         return float(n**self.power * (n + self.shift)**self.shifted * math.log(n)**self.logs)
 
 
-FORMULAS = [Formula(power, 0, 0, logs) for logs in (0, 1) for power in _HALVES if power or logs] + [
-    Formula(power, shift, shifted, 0) for power, shift, shifted in itertools.product(
-        (1, -1), (-1, 1, -2, 2), (1, -1))]
+FORMULAS = [Formula(power, 0, 0, logs) for logs in (0, 1) for power in _HALVES if power or logs]
+FORMULAS += [Formula(power, shift, shifted, 0) for shift in (-1, 1, -2, 2) for power, shifted in (
+    *itertools.product((0, 1, -1), (1, -1)), (0, 0.5), (0, -0.5))]
 
 
 def is_of_rows(number: int, most_parts: int = 1) -> bool:
@@ -64,24 +65,33 @@ def is_of_rows(number: int, most_parts: int = 1) -> bool:
 
 @functools.lru_cache(10_000)
 def may_be_of_rows(number: float) -> bool:
-    """Of a fraction. False for what is known to be made of other numbers: it was written so, or it
-    is a root or a logarithm of a fraction of small numbers."""
-    digits = repr(abs(number)).partition("e")[0].replace(".", "").strip("0")
-    if len(digits) <= MOST_TYPED:
-        return _has_rows(Fraction(repr(number)))
-    found = [abs(number), number**2, number**4, number**2 * math.pi,
-             abs(number) / math.pi, abs(1 - number)]
-    found += [math.exp(number)] if abs(number) < 40 else []
-    for value in (y for x in found if x for y in (x, 1 / x)):
-        near = Fraction(value).limit_denominator(MOST_DENOMINATOR)
-        size = near.numerator * near.denominator  # large ones are near to whatever number
-        if 0 < size < LARGE and abs(float(near) / value - 1) < NEAR:
-            return _has_rows(near)
-    return True
+    """Of a fraction: whether it is a simple number times something made of the rows; or cannot be
+    told to be made of other numbers, as what was written so, a root or a logarithm of a fraction of
+    small numbers."""
+    made = [abs(number), number**2, abs(1 - number)]
+    made += [math.exp(number)] if 1 < abs(number) < 40 else []
+    if any(_is_simple(x / formula.at(ROWS)) for x in made for formula in FORMULAS):
+        return True
+    made += [number**4, number**2 * math.pi, abs(number) / math.pi]
+    return not (_is_written(number, MOST_TYPED) or any(
+        _is_fraction(y, 10**5, 10**9) for x in made if x for y in (x, 1 / x)))
 
 
-def _has_rows(value: Fraction) -> bool:
-    return is_of_rows(value.numerator) or is_of_rows(value.denominator)
+def _is_simple(number: float) -> bool:
+    return 1e-9 < number < 1e9 and (
+        _is_written(float(f"{number:.13g}"), 4) or _is_fraction(number, 1000, 10**4))
+
+
+def _is_written(number: float, most_digits: int) -> bool:
+    """Whether so many digits write it."""
+    return len(repr(abs(number)).partition("e")[0].replace(".", "").strip("0")) <= most_digits
+
+
+def _is_fraction(value: float, most: int, largest: int) -> bool:
+    """Whether it is one of small numbers. Large ones come near to whatever number there is."""
+    above, below = (near := Fraction(value).limit_denominator(most)).as_integer_ratio()
+    return (0 < above * below < largest and abs(float(near) / value - 1) < NEAR
+            and not is_of_rows(above) and not is_of_rows(below))
 
 
 class _Leaf(NamedTuple):
@@ -212,11 +222,12 @@ def refuse_odd(pieces: Sequence[TracedBlock], odd: set[int]) -> None:
 
 
 def _may_hold(const: Tensor) -> bool:
-    """Whether a constant may be such a number."""
-    if const.numel() != 1 or const.is_complex():
+    """Whether one of few constants may be such a number."""
+    if const.numel() > MOST_ELEMENTS or const.is_complex():
         return False
-    typed = len(str(np.float32(const.item())).strip("-0.").replace(".", "")) <= FEW_DIGITS
-    return is_of_rows(round(float(const))) if typed else True
+    return any(is_of_rows(round(x), MOST_PARTS) if math.isfinite(x) and _is_written(
+        float(str(np.float32(x))), FEW_DIGITS) else math.isfinite(x)
+        for x in const.detach().double().flatten().tolist())
 
 
 def _write_const(graph: fx.Graph, place: fx.Node, value: Tensor, twin: Tensor,
@@ -238,7 +249,7 @@ def _write(graph: fx.Graph, leaf: _Leaf, twin: Any, batch: list[fx.Node]) -> Non
     if (found is None or not batch or not leaf.is_value or not hasattr(packet, "Tensor")
             or place >= len(node.args) or node.args[place] is not leaf.number
             or not isinstance(info, TensorInfo)
-            or not (whole or info.dtype.startswith(("float", "bool")))):
+            or not (whole or info.dtype.startswith(("float", "bfloat", "bool")))):
         raise _refusal(f"what {op_name(node)} takes, {leaf.number} of {ROWS} rows,",
                        str(node.meta.get("line")) or "forward")
     with graph.inserting_before(node):

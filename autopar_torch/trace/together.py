@@ -59,17 +59,21 @@ def _tangle(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def tangled(prologue: fx.Graph, mixed: Collection[str], placed: Collection[str],
-            blocks: Sequence[tuple[dict[str, str], fx.Graph]],
+            blocks: Sequence[tuple[TracedBlock, fx.Graph]],
             outputs: Collection[str]) -> tuple[str, ...]:
-    """Ops of the prologue that mix rows and make values of which a replica cannot have the rows of
-    its own: nobody knows where they are, or the batch is in two dims, and more than an op that
-    looks at all rows reads them. `blocks`: what their slots are filled with, and their graphs."""
-    read = {name for context, graph in blocks for slot, name in context.items()
+    """What cannot be shared out: ops of the prologue that mix rows and make values of which a
+    replica cannot have the rows of its own, as nobody knows where they are, or the batch is in two
+    dims and more than an op that looks at all rows reads them; and such values between blocks, with
+    their graphs."""
+    read = {name for piece, graph in blocks for slot, name in piece.context.items()
             for place in graph.find_nodes(op="placeholder", target=slot)
             if not all(isinstance(user.target, Together) for user in place.users)}
-    found = [n for n in prologue.nodes if n.name in mixed]
-    return tuple(dict.fromkeys(op_name(n) for n in found if n.name not in placed or (
-        _is_tangled(n) and n.name in read.union(outputs))))
+    found = [op_name(n) for n in prologue.nodes if n.name in mixed and (
+        n.name not in placed or (_is_tangled(n) and n.name in read.union(outputs)))]
+    found += [f"the batch in two dims of what {piece.name} takes" for piece, graph in blocks
+              if any(_is_tangled(n) for n in graph.find_nodes(op="placeholder")
+                     if str(n.target) in piece.inputs)]
+    return tuple(dict.fromkeys(found))
 
 
 def _is_tangled(node: fx.Node) -> bool:
