@@ -43,6 +43,10 @@ class TensorInfo(Struct, frozen=True):
         return tuple(at_rows(size, rows) for size in self.shape)
 
     @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat"))
+
+    @property
     def rows_dim(self) -> int | None:
         """The first dim that grows with the batch."""
         return next((d for d, s in enumerate(self.shape) if s and s % ROWS == 0), None)

@@ -82,6 +82,7 @@ NUMBERS: dict[str, Loss] = {
     "(n - 1) / n": lambda a, b, n: (a - b).square().mean() * ((n - 1) / n) + n / 50000,
     "tensor(n)": lambda a, b, n: (a - b).square().sum() / torch.tensor(n),
     "each row": lambda a, b, n: ((n - a) * b + n).clamp(max=float(n)).mean(),
+    "whole numbers": lambda a, b, n: (a * (b.argmax(1, keepdim=True) * n + n)).mean() + b.mean(),
     "places": lambda a, b, n: ((a - b).sum(1) * (torch.arange(n) / (n - 1))).mean(),
 }
 DP2 = {"dp2": Plan.uniform(dp=2)}
@@ -214,6 +215,36 @@ def uneven() -> None:
 @pytest.mark.slow
 def test_replicas_of_other_shapes_look_at_all_rows_in_their_order() -> None:
     run_ranks(3, "test_all_rows:uneven")
+
+
+class Flips(nn.Module):
+    """Two values that mix rows; one is made of labels, whose made-up ones may be alike."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x + x.flip(0)), labels.flip(0))
+
+
+@pytest.mark.parametrize("width", [7, 8, 17, 26, 28, 30])
+def test_all_that_mixes_rows_is_found_whatever_is_drawn(width: int) -> None:
+    given = torch.randn(4, width), torch.tensor([0, 1, 2, 3])
+    assert len(trace(Flips(width), take_apart(given, {})[0]).mixed) == 2
+
+
+class Carries(Twins):
+    """A value with the batch in two dims goes from block to block."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a[1](self.a(x) @ self.b(y).t()).mean()
+
+
+def test_the_batch_in_two_dims_stays_within_a_block() -> None:
+    x = torch.ones(4, 6, dtype=torch.float64)
+    graph = trace(Carries(_contrast), take_apart((x, x), {})[0]).graph
+    assert any(op.startswith("the batch in two dims of what") for op in graph.unjoined)
 
 
 def test_micro_batches_cannot_look_at_all_rows() -> None:

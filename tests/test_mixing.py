@@ -38,7 +38,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "flip": lambda x: x.flip(0),
     "cumsum": lambda x: x.cumsum(0),
     "softmax": lambda x: x.softmax(0),
-    "half flipped": lambda x: (0.7 * x + 0.3 * x.flip(0)).repeat(1, 7)[:, :8],
+    "half flipped": lambda x: 0.7 * x + 0.3 * x.flip(0),
     "row number": lambda x: x + torch.arange(x.shape[0], dtype=x.dtype)[:, None],
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,8 +16,8 @@ from ..shard.collectives import Axis
 from ..shard.compiled import compiled
 from ..shard.holdings import value_shape
 from ..shard.linear import WeightQueue, delivered, wants_delivery
-from ..shard.lower import Replicas, lower
-from ..shard.together import AllReplicas
+from ..shard.lower import lower
+from ..shard.together import Replicas
 from ..trace import Traced
 from .params import Held, ParamStore
 
@@ -98,8 +98,8 @@ class StageRunner:
         owner = {device: r for r, replica in enumerate(self.plan.replicas)
                  for stage in replica.stages for device in stage.devices}
         firsts = {owner[rank]: place for place, rank in reversed(list(enumerate(ranks)))}
-        team = AllReplicas(axis, tuple(firsts[r] for r in sorted(firsts)), owner[ranks[axis.index]])
-        return Replicas(team, alike)
+        places = tuple(firsts[r] for r in sorted(firsts))
+        return Replicas(axis, alike, places, owner[ranks[axis.index]])
 
     def code(self, index: int) -> str:
         """What a block runs on this rank, as Python."""

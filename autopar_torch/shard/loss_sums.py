@@ -79,14 +79,18 @@ def count_values(batch: Tensor, per_row: int) -> Tensor:
     return torch.tensor(float(batch.shape[0] * per_row), device=batch.device)
 
 
+def made_of_rows(n: int, power: float, shift: float, shifted: float, logs: int) -> float:
+    """`n**power * (n + shift)**shifted * log(n)**logs`; infinite where Python would have stopped at
+    a division by zero."""
+    if not n + shift and shifted < 0:
+        return math.inf
+    return float(n**power * float(n + shift)**shifted * math.log(n)**logs)
+
+
 def number_of_rows(batch: Tensor, factor: float, power: float, shift: float, shifted: float,
                    logs: int, dtype: torch.dtype) -> Tensor:
-    """`factor * n**power * (n + shift)**shifted * log(n)**logs` for the n rows of the whole batch;
-    infinite where Python would have stopped at a division by zero."""
-    n = len(batch)
-    stopped = not n + shift and shifted < 0
-    value = math.inf if stopped else (
-        factor * n**power * float(n + shift)**shifted * math.log(n)**logs)
+    """`factor` times what is made of the rows of the whole batch."""
+    value = factor * made_of_rows(len(batch), power, shift, shifted, logs)
     if dtype == torch.float32:  # as numbers are counted
         dtype = torch.get_default_dtype()
     return torch.tensor(value if dtype.is_floating_point else round(value), dtype=dtype,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -39,23 +39,12 @@ from .rows import give_real_sizes
 from .rules import OPERANDS, OWNED, ShapedOp, has_tag, op_name
 from .solve import OpWay, chosen_way, ways
 from .spatial import SpatialLinear
-from .together import AllReplicas, AllRows, Together
+from .together import AllRows, Replicas, Together
 
 aten = torch.ops.aten
 Ready = dict[fx.Node, fx.Node]  # an op's inputs in the form that it needs
 _SIZED = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1, "new_zeros": 1, "new_ones": 1,
           "new_full": 1, "new_empty": 1}
-
-
-class Replicas(NamedTuple):
-    """Ranks of all replicas; `alike`: one of each, which have the same part of the block."""
-
-    team: AllReplicas
-    alike: bool
-
-    @property
-    def axis(self) -> Axis:
-        return self.team.axis
 
 
 class Lowering:
@@ -225,7 +214,7 @@ class Lowering:
             return self.graph.call_module(self._module("sync_batch_norm", norm), tuple(args))
         if isinstance(node.target, Together):
             own = node.target.program(self.rows, self.device) if self.replicas is None else AllRows(
-                node.target, self.rows, self.device, self.replicas.team)
+                node.target, self.rows, self.device, self.replicas)
             return self.graph.call_module(self._module("together", own),
                                           tuple(ready[n] for n in node.args[1:]))  # type: ignore[index]
         if choice is not None and is_random(node) and self._place_of(choice.out) is not None:

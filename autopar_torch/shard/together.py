@@ -38,13 +38,14 @@ class Together:
         return self.program(rows, device)(*given)
 
 
-class AllReplicas(NamedTuple):
-    """The ranks of all replicas with a block; `places`: where in the group the first of each
-    replica is, of which this rank's is number `replica`."""
+class Replicas(NamedTuple):
+    """The ranks of all replicas with a block; `alike`: one of each, which have the same part of it.
+    `places`: where in the group the first of each replica is; this rank's is number `own`."""
 
     axis: Axis
+    alike: bool
     places: tuple[int, ...]
-    replica: int
+    own: int
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Of each replica."""
@@ -55,9 +56,10 @@ class AllReplicas(NamedTuple):
 class AllRows(nn.Module):
     """Such an op on one of several replicas, which has so many of the rows."""
 
-    def __init__(self, what: Together, rows: int, device: torch.device, team: AllReplicas) -> None:
+    def __init__(self, what: Together, rows: int, device: torch.device,
+                 replicas: Replicas) -> None:
         super().__init__()
-        self.what, self.rows, self.device, self.team = what, rows, device, team
+        self.what, self.rows, self.device, self.replicas = what, rows, device, replicas
         self.programs: dict[int, fx.GraphModule] = {}
 
     def forward(self, *own: Tensor) -> Any:
@@ -73,12 +75,12 @@ class AllRows(nn.Module):
     def counts(self) -> list[int]:
         """Rows of each replica."""
         own = torch.tensor([self.rows], device=self.device)
-        return [int(count) for count in torch.cat(self.team.gather(own)).tolist()]
+        return [int(count) for count in torch.cat(self.replicas.gather(own)).tolist()]
 
     def joined(self, x: Tensor, layout: Layout, counts: Sequence[int]) -> Tensor:
         """The value of all rows: of pieces, or of a sum over the rows."""
         if layout == PARTIAL:
-            return torch.stack(self.team.gather(x)).sum(0, dtype=x.dtype)
+            return torch.stack(self.replicas.gather(x)).sum(0, dtype=x.dtype)
         if not isinstance(layout, Split):
             return x
         front = x.unflatten(layout.dim, (layout.outer, -1)).movedim(layout.dim + 1, 0)
@@ -88,12 +90,12 @@ class AllRows(nn.Module):
         kind = torch.uint8 if x.dtype == torch.bool else x.dtype
         pieces = [piece.view(x.dtype)[: each * count].movedim(0, layout.dim + 1).flatten(
             layout.dim, layout.dim + 1)
-            for piece, count in zip(self.team.gather(padded.view(kind)), counts, strict=True)]
+            for piece, count in zip(self.replicas.gather(padded.view(kind)), counts, strict=True)]
         return join(pieces, layout)
 
     def own(self, x: Tensor, layout: Layout, counts: Sequence[int]) -> Tensor:
         """What this replica has of a value of all rows."""
-        start = sum(counts[: self.team.replica])
+        start = sum(counts[: self.replicas.own])
         return rows_of(x, layout, start, start + self.rows, sum(counts)) if isinstance(
             layout, Split) else x
 

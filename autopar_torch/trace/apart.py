@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,45 +79,34 @@ def _is_suspect(node: fx.Node) -> bool:
 
 def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
     """Whether a value only picks rows by number (`x[arange(rows), last]`): right for parts, too."""
-    base = node
-    while op_name(base) in _VIEWS and base.all_input_nodes:
-        base = base.all_input_nodes[0]
-    if op_name(base) != "arange":
-        return False
-    places = [place for piece in pieces for slot, name in piece.context.items() if name == node.name
-              for place in piece.graph.find_nodes(op="placeholder", target=slot)]
-    return bool(places) and all(map(_picks, places))
+    return _are_numbers(node) and all(picks := [*_picks(node.name, pieces)]) and bool(picks)
 
 
 def picks_too(prologue: fx.Graph, mixed: Collection[str],
               pieces: Sequence[TracedBlock]) -> tuple[str, ...]:
-    """Values that mix rows and pick rows, too, by their numbers within a part: they cannot be those
-    of the whole batch."""
-    slots = {(name, slot): piece for piece in pieces for slot, name in piece.context.items()}
-    return tuple(name for (name, slot), piece in slots.items() if name in mixed and any(
-        user.op != "output" and op_name(user) in _PICKS
-        for place in piece.graph.find_nodes(op="placeholder", target=slot)
-        for user in _with_views(place) if _is_numbers(prologue, name)))
+    """Numbers of rows that are to be those of the whole batch, and that pick rows of a part."""
+    return tuple(n.name for n in prologue.nodes
+                 if n.name in mixed and _are_numbers(n) and any(_picks(n.name, pieces)))
 
 
-def _with_views(node: fx.Node) -> list[fx.Node]:
-    """What reads a value or a view of it."""
-    return [x for user in node.users
-            for x in ([user, *_with_views(user)] if op_name(user) in _VIEWS else [user])]
-
-
-def _is_numbers(prologue: fx.Graph, name: str) -> bool:
-    node = next(n for n in prologue.nodes if n.name == name)
+def _are_numbers(node: fx.Node) -> bool:
     while op_name(node) in _VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return op_name(node) == "arange"
 
 
-def _picks(node: fx.Node) -> bool:
-    """Whether all that read these numbers take them for rows, or for where rows begin."""
-    return all(_picks(user) if op_name(user) in _VIEWS else op_name(user) in _PICKS
-               or (op_name(user) == "embedding_bag" and node in user.args[2:3])
-               for user in node.users)
+def _picks(name: str, pieces: Sequence[TracedBlock]) -> Iterator[bool]:
+    """Of each op that reads a value or a view of it: whether it takes these numbers for rows, or
+    for where rows begin."""
+    values = [place for piece in pieces for slot, own in piece.context.items() if own == name
+              for place in piece.graph.find_nodes(op="placeholder", target=slot)]
+    for value in values:  # grows
+        for user in value.users:
+            if op_name(user) in _VIEWS:
+                values.append(user)
+            else:
+                yield op_name(user) in _PICKS or (
+                    op_name(user) == "embedding_bag" and value in user.args[2:3])
 
 
 def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:

@@ -39,7 +39,7 @@ def rewrite(graph: fx.Graph, batch: list[fx.Node]) -> None:
             _mean_over_dims(graph, node, batch)
         elif _reduction(node) in (_MEAN, _SUM) and _has_rows(node.args[0]):
             _by_element(graph, node, batch)
-        elif name in ("div", "mul") and batch:
+        elif batch and rows_in(node)[0]:
             _scaled(graph, node, batch)
     graph.lint()
 
@@ -62,12 +62,14 @@ def _reduction(node: fx.Node) -> int | None:
     return None
 
 
-def _rows_in(node: fx.Node) -> tuple[int, bool]:
+def rows_in(node: fx.Node) -> tuple[int, bool]:
     """How many times the number of rows a value is multiplied or divided by, and whether divided:
     `x / y.shape[0]`, or `x * (1 / y.shape[0])` where Python has divided. 0 if it is not."""
-    if len(node.args) != 2 or node.kwargs or not _is_float(node.args[0]):
+    name = schema_name(node)
+    if name not in ("aten::div", "aten::mul") or len(node.args) != 2 or node.kwargs or (
+            not _is_float(node.args[0])):
         return 0, False
-    number, divides = node.args[1], schema_name(node) == "aten::div"
+    number, divides = node.args[1], name == "aten::div"
     if not isinstance(number, (int, float)) or not number or not math.isfinite(number):
         return 0, False
     if number % ROWS == 0:
@@ -83,9 +85,7 @@ def _is_float(value: Any) -> bool:
 
 def _scaled(graph: fx.Graph, node: fx.Node, batch: list[fx.Node]) -> None:
     """What a user scales by the size of the batch is scaled by that of the whole one."""
-    count, divides = _rows_in(node)
-    if not count:
-        return
+    count, divides = rows_in(node)
     with graph.inserting_before(node):
         number = _number(graph, node, loss_sums.count_values, batch[0], count)
         op = aten.div.Tensor if divides else aten.mul.Tensor

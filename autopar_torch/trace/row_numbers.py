@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
 from ..model import ROWS, TensorInfo
-from ..shard.loss_sums import number_of_rows
+from ..shard.loss_sums import made_of_rows, number_of_rows
 from ..shard.rules import op_name
 from .blocks import TracedBlock
 from .clean import info_of
+from .losses import rows_in
 
 OTHER_ROWS = 720_720  # divides by all up to 16, and `ROWS` by none: `n // 2` is no formula
 NEAR, SAME = 1e-13, 1e-14
@@ -40,7 +41,7 @@ _HALVES = [k / 2 for k in range(-4, 5)]
 
 
 class Formula(NamedTuple):
-    """`factor * n**power * (n + shift)**shifted * log(n)**logs`."""
+    """`n**power * (n + shift)**shifted * log(n)**logs`, of n rows."""
 
     power: float
     shift: float
@@ -48,7 +49,7 @@ class Formula(NamedTuple):
     logs: int
 
     def at(self, n: int) -> float:
-        return float(n**self.power * (n + self.shift)**self.shifted * math.log(n)**self.logs)
+        return made_of_rows(n, *self)
 
 
 FORMULAS = [Formula(power, 0, 0, logs) for logs in (0, 1) for power in _HALVES if power or logs]
@@ -155,7 +156,7 @@ def _is_computed_with(leaf: _Leaf) -> bool:
     """Whether a multiple of the rows is no size that is followed: a value, but no factor, as losses
     are divided by; and not where a value is made of numbers, as `arange(n)` is."""
     made = type(leaf.number) is int and not leaf.node.all_input_nodes
-    return leaf.is_value and not made and not scales(leaf.node)
+    return leaf.is_value and not made and not rows_in(leaf.node)[0]
 
 
 def _apart(number: float, rows: int) -> tuple[float, int]:
@@ -164,11 +165,6 @@ def _apart(number: float, rows: int) -> tuple[float, int]:
     while number and number % rows == 0:
         number, power = number / rows, power + 1
     return number, power
-
-
-def scales(node: fx.Node) -> bool:
-    """Whether a value is multiplied or divided, as losses are by the number of rows."""
-    return op_name(node) in ("mul", "div") and len(node.args) == 2 and not node.kwargs
 
 
 def settle(graph: fx.Graph, consts: Mapping[fx.Node, Tensor], batch: list[fx.Node],
@@ -225,9 +221,9 @@ def _may_hold(const: Tensor) -> bool:
     """Whether one of few constants may be such a number."""
     if const.numel() > MOST_ELEMENTS or const.is_complex():
         return False
-    return any(is_of_rows(round(x), MOST_PARTS) if math.isfinite(x) and _is_written(
-        float(str(np.float32(x))), FEW_DIGITS) else math.isfinite(x)
-        for x in const.detach().double().flatten().tolist())
+    numbers = [x for x in const.detach().double().flatten().tolist() if math.isfinite(x)]
+    return any(not _is_written(float(str(np.float32(x))), FEW_DIGITS)
+               or is_of_rows(round(x), MOST_PARTS) for x in numbers)
 
 
 def _write_const(graph: fx.Graph, place: fx.Node, value: Tensor, twin: Tensor,
@@ -249,7 +245,7 @@ def _write(graph: fx.Graph, leaf: _Leaf, twin: Any, batch: list[fx.Node]) -> Non
     if (found is None or not batch or not leaf.is_value or not hasattr(packet, "Tensor")
             or place >= len(node.args) or node.args[place] is not leaf.number
             or not isinstance(info, TensorInfo)
-            or not (whole or info.dtype.startswith(("float", "bfloat", "bool")))):
+            or not (whole or info.is_float or info.dtype == "bool")):
         raise _refusal(f"what {op_name(node)} takes, {leaf.number} of {ROWS} rows,",
                        str(node.meta.get("line")) or "forward")
     with graph.inserting_before(node):

@@ -37,7 +37,7 @@ def added_once(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_r
 def local(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_rows: str) -> None:
     """Let an op look at the rows of a part."""
     for value in node.all_input_nodes:
-        if flow.get(value) == PARTIAL and info_of(value).dtype.startswith(("float", "bfloat")):
+        if flow.get(value) == PARTIAL and info_of(value).is_float:
             node.replace_input_with(value, _scaled(piece, value, node, num_rows, back=True))
     known[node] = _plain_layout(node)
 
@@ -53,7 +53,7 @@ def leaving(piece: TracedBlock, start: Sequence[fx.Node], flow: Flow, known: Flo
     leaving: Any = end.args[0]
     for value in (n for n in leaving if n in seen):
         if flow.get(value, WHOLE) == WHOLE and _plain_layout(value) == WHOLE \
-                and info_of(value).dtype.startswith(("float", "bfloat")):
+                and info_of(value).is_float:
             new = _scaled(piece, value, end, num_rows)
             end.replace_input_with(value, new)
             new.meta = {**new.meta, "origin": value.meta.get("origin")}

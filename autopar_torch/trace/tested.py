@@ -192,7 +192,7 @@ def _region(piece: TracedBlock, inside: set[fx.Node], flow: Mapping[fx.Node, Lay
         name = made[node].name
         if node.name in around.consts and node in ours:
             region.consts[name] = around.consts[node.name]
-        if node not in ours and info_of(node).dtype.startswith(("float", "bfloat")):
+        if node not in ours and info_of(node).is_float:
             region.learns.add(name)
         region.sums |= {name} if flow.get(node) == PARTIAL else set()
     made |= {place: made[node] for place, node in source.items() if node in made}
