@@ -4,6 +4,7 @@ how what they make of them is joined.
 The module itself runs on few rows of a batch, together and apart: losses and gradients, weighed by
 a count that is looked for, have to add up; outputs have to lie one behind the other. Labels are
 left out in unequal numbers on the way, so that a mean over labels is not taken for one over rows.
+Where it keeps little in memory, it runs so on the whole batch, too.
 Parameters, buffers and random numbers are left as they were.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
@@ -31,6 +33,7 @@ from .randomness import untouched
 
 log = logging.getLogger("autopar_torch")
 MOST_ROWS = 4
+MOST_BYTES = 1 << 28  # that a trial on the whole batch keeps for its backward
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3}  # losses may make float32 of float64
 FARTHEST = 1e-2  # of the largest gradient: below it, a parameter's is noise
 IGNORED = (-100, -1, 0)  # labels that are usually left out, or padding, or what a mask leaves out
@@ -128,9 +131,14 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
         for dtype, limit in LIMIT.items():
             rows = _as_type(call.slice(tensors, 0, count), dtype)
             trial = _RowsTrial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
+            labels, kept = _Labels(), list[int]()
+
+            def keep(value: Tensor, kept: list[int] = kept) -> Tensor:
+                kept.append(value.nbytes)
+                return value
+
             try:
-                labels = _Labels()
-                with labels:
+                with labels, saved_tensors_hooks(keep, lambda value: value):
                     whole = trial.run(rows)
             except PlanError:
                 raise
@@ -143,7 +151,8 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             if count == 1:
                 return Shares(places=dict.fromkeys(whole.ends))
             if all(end.isfinite().all() for end in whole.ends.values()):
-                return trial.judged(rows, tensors, labels)
+                small = sum(kept) * call.num_rows <= MOST_BYTES * count
+                return trial.judged(rows, _as_type(tensors, dtype), labels, small)
     if count > 1:
         log.warning("whether rows depend on each other could not be tried on %d rows", count)
     return Shares()
@@ -159,12 +168,14 @@ class _RowsTrial:
         self.places: dict[str, Place | None] = {}
         self.growing, self.unknown = set[int](), set[int]()
 
-    def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels) -> Shares:
+    def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels,
+               small: bool) -> Shares:
         inside = "loss" in self.run(rows).ends
         ignored = sorted({*IGNORED, *labels.ignored})
         counts = list(_counts(self.call, rows, ignored)) if inside else [MeanOver(summed=True)]
         changed = [rows, [_far(t, r) for t, r in zip(rows, self.call.rows, strict=True)]]
         changed += _left_out(self.call, rows, tensors, ignored, labels) if inside else []
+        changed += [tensors] if small else []
         for given in changed:
             why, counts = self._apart(given, counts)
             if why:
@@ -260,7 +271,7 @@ class _RowsTrial:
         for name, end in whole.ends.items():
             place = _place(end, [part.ends[name] for part in parts], spans, self.limit)
             if place == NOWHERE or self.places.setdefault(name, place) != place:
-                return f"the output {name} of few rows together is not that of the rows apart"
+                return f"the output {name} of rows together is not that of the rows apart"
             if not end.requires_grad:
                 continue
             upstream[name] = torch.randn_like(end)
@@ -376,5 +387,5 @@ def _differs(want: dict[str, Tensor], parts: list[dict[str, Tensor]], shares: tu
         size = max(float(value.abs().max()),
                    0.0 if name == "the loss" else FARTHEST * largest)
         if not float((total - value).abs().max()) <= limit * size:  # also where it is no number
-            return f"{name} of few rows together is not that of the rows apart"
+            return f"{name} of rows together is not that of the rows apart"
     return ""
