@@ -4,6 +4,8 @@ replicas and pipelines: losses and parameters of several steps, in float64, agai
 from __future__ import annotations
 
 import math
+import operator
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +18,21 @@ from torch.nn import functional as F
 import autopar_torch as ap
 import claims
 from autopar_torch.errors import PlanError, TraceError
+from autopar_torch.model import ROWS as ROWS_OF_A_TRACE
 from autopar_torch.plan import Plan, Replica, Stage
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
+from autopar_torch.trace.row_branches import asking, holds
 from autopar_torch.trace.row_numbers import may_be_of_rows
 from ranks import run_ranks
 
 ROWS = 8, 7, 5  # of each step
+OPERATORS: list[Callable[[Any, Any], Any]] = [
+    operator.add, operator.sub, operator.mul, lambda a, b: a / max(b, 1), min, max,
+    lambda a, b: a // max(b, 1), lambda a, b: a % max(b, 1), lambda a, b: divmod(a, 2)[0],
+    lambda a, b: round(a / 3), lambda a, b: int(a * 0.3) + b, lambda a, b: math.ceil(a / 4),
+    lambda a, b: abs(a - b)]
+BOUNDS = -3, 0, 2, 17, 100.5
 Loss = Callable[[Tensor, Tensor, int], Tensor]
 
 
@@ -85,6 +95,38 @@ NUMBERS: dict[str, Loss] = {
     "whole numbers": lambda a, b, n: (a * (b.argmax(1, keepdim=True) * n + n)).mean() + b.mean(),
     "places": lambda a, b, n: ((a - b).sum(1) * (torch.arange(n) / (n - 1))).mean(),
 }
+def _first(n: int, ones: int) -> Tensor:
+    mask = torch.zeros(n, 1)
+    mask[:ones] = 1
+    return mask
+
+
+WRITTEN: dict[str, Loss] = {  # numbers of rows that were written as such
+    "[4:]": lambda a, b, n: a[4:].mean() + b[4:].sum(),
+    "[:6]": lambda a, b, n: a[:6].square().mean() + (b[-1] * b[::5].sum(0)).sum(),
+    "the first 4": lambda a, b, n: (((a - b).sum(1)) * (torch.arange(n) < 4)).sum(),
+    "groups of 4": lambda a, b, n: ((a - b).sum(1) * (torch.arange(n) // 4)).square().mean(),
+    "rolled by 4": lambda a, b, n: (a.roll(4, 0) * b).mean(),
+    "a band": lambda a, b, n: ((a @ b.t()) * torch.ones(n, n).triu(4)).square().mean(),
+    "far apart": lambda a, b, n: (a @ b.t()).triu(4).square().mean(),
+    "a diagonal": lambda a, b, n: (a @ b.t()).diagonal(4).square().mean(),
+    "put off by 4": lambda a, b, n: (F.pad(a, (0, 0, 4, 0))[:n] * b).mean(),
+    "written over": lambda a, b, n: (a * _first(n, 4)).mean() + b.mean(),
+    "a constant": lambda a, b, n: torch.where(torch.arange(n)[:, None] < torch.tensor(4), a, b
+                                              ).sum(),
+}
+BRANCHES: dict[str, Loss] = {  # the numbers of rows of a step take different ones
+    "n > 7": lambda a, b, n: (a - b).square().mean() if n > 7 else (a * b).mean(),
+    "n % 2": lambda a, b, n: (a - b).square().mean() * (1 + n % 2),
+    "min(n, 6)": lambda a, b, n: (a - b).square().sum() / min(n, 6) + (a * b)[:min(n, 6)].mean(),
+    "n // 3": lambda a, b, n: (a - b).square().sum() / (n // 3) + (b * n).mean() / (n >> 1),
+    "ceil(n / 4)": lambda a, b, n: (a - b).square().mean() * math.ceil(n / 4) * round(n / 3),
+    "int(n / 4)": lambda a, b, n: (a - b).square().mean() * int(n * 0.25) + a[int(n / 2):].mean(),
+    "a.shape == (8, 4)": lambda a, b, n: a.sin().mean() * b.mean() if a.shape == (8, 4) else (
+        a * b).mean(),
+    "2 * n // n": lambda a, b, n: (a - b).square().mean() * (len(torch.cat([a, b])) // n),
+    "n in (5, 8)": lambda a, b, n: (a - b).square().mean() * (3 if b.size(0) in (5, 8) else 5),
+}
 DP2 = {"dp2": Plan.uniform(dp=2)}
 PLANS = {**DP2, "pp2": Plan.uniform(pp=2), "zero3": Plan.uniform(dp=2, zero=3)}
 
@@ -129,7 +171,7 @@ def _hold(loss: Loss, plans: dict[str, Plan]) -> None:
 
 
 def _claims() -> Iterator[tuple[str, Callable[[], None]]]:
-    for name, loss in {**LOSSES, **NUMBERS}.items():
+    for name, loss in {**LOSSES, **NUMBERS, **WRITTEN, **BRANCHES}.items():
         yield f"claim_{name}", lambda loss=loss: _hold(loss, DP2)  # type: ignore[misc]
         yield f"slow_claim_{name}", lambda loss=loss: _hold(loss, PLANS)  # type: ignore[misc]
 
@@ -256,7 +298,6 @@ def test_micro_batches_cannot_look_at_all_rows() -> None:
 
 
 @pytest.mark.parametrize("loss", [
-    lambda a, b, n: a.sum() / (n // 2), lambda a, b, n: a[: n // 2].sum() + b.sum(),
     lambda a, b, n: a.sum() / torch.tensor([n, 3.0]).prod(),
     lambda a, b, n: (a.sum() / n**0.3), lambda a, b, n: a.new_full((4,), n - 1) @ a.sum(0)])
 def test_a_number_of_rows_that_cannot_be_followed_is_refused(loss: Loss) -> None:
@@ -265,7 +306,50 @@ def test_a_number_of_rows_that_cannot_be_followed_is_refused(loss: Loss) -> None
         trace(Twins(loss), take_apart((x, x), {})[0])
 
 
+@pytest.mark.parametrize("loss", [
+    lambda a, b, n: torch.stack([a[i] * b[i] for i in range(n)]).mean(),
+    lambda a, b, n: torch.cat([x.square() for x in a.split(4)]).mean() + b.mean(),
+    lambda a, b, n: sum(a[i: i + 2].square().mean() for i in range(0, n, 2)) + b.mean()])
+def test_a_loop_over_rows_is_refused_at_once(loss: Loss) -> None:
+    x = torch.ones(4, 6, dtype=torch.float64)
+    with pytest.raises(TraceError, match="row by row, or by few rows"):
+        trace(Twins(loss), take_apart((x, x), {})[0])
+
+
 def test_numbers_that_people_write_are_not_traced_twice() -> None:
     written = (0.044715, 1e-5, 1e-12, 32**-0.5, 100**-0.25, math.sqrt(2 / math.pi), 1.702, 1 / 3,
                math.log(10000), 2 * math.pi, 1 / 255, 1e-6, 0.5, 0.1)
     assert not any(map(may_be_of_rows, written))
+
+
+@pytest.mark.parametrize("seed", range(300, 2300, 100))
+def test_python_is_answered_as_for_the_rows_of_the_call(seed: int) -> None:
+    for own in range(seed, seed + 100):
+        _compare_answers(random.Random(own))
+
+
+def _compare_answers(draw: random.Random) -> None:
+    steps = [(draw.choice(OPERATORS), draw.randint(1, 9), draw.random() < 0.3) for _ in range(4)]
+
+    def made(n: Any) -> Any:
+        for step, number, turned in steps:
+            n = step(number, n) if turned else step(n, number)
+        return n
+
+    num_rows, answers = draw.randint(2, 300), dict[Any, Any]()
+    with asking(num_rows, ROWS_OF_A_TRACE, answers):
+        count = made(torch.empty(ROWS_OF_A_TRACE, 1, device="meta").shape[0])
+        got = [count > bound for bound in BOUNDS], bool(count), math.floor(count) % 7
+    want = made(num_rows)
+    assert got == ([want > bound for bound in BOUNDS], bool(want), math.floor(want) % 7)
+    assert holds(answers, num_rows)
+
+
+def test_a_single_row_is_no_branch_where_a_size_of_1_is_looked_for() -> None:
+    def loss(a: Tensor, b: Tensor, n: int) -> Tensor:
+        return (a.expand(n, 4) if n != 1 else a).mean() + b.mean() * (3 if n > 1 else 5)
+
+    one, many = (trace(Twins(loss), take_apart(torch.ones(2, n, 6).double().unbind(), {})[0])
+                 for n in (1, 9))
+    assert holds(many.answers, 2) and not holds(many.answers, 1) and not holds(one.answers, 2)
+    assert any("expand" in str(graph) for graph in one.programs.values())

@@ -54,7 +54,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 class Experts(nn.Module):
     """Sorts tokens by their expert; with a capacity, an expert takes the first few of the batch."""
 
-    def __init__(self, capacity: int = 0, balance: float = 0.0) -> None:
+    def __init__(self, capacity: float = 0, balance: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.gate, self.head, self.balance = nn.Linear(8, 3), nn.Linear(8, 4), balance
@@ -67,7 +67,8 @@ class Experts(nn.Module):
         done = torch.bmm(x[order][:, None], self.own[expert[order]])[:, 0][order.argsort()]
         if self.capacity:
             place = F.one_hot(expert, 3).cumsum(0).gather(1, expert[:, None])
-            done = done * (place <= self.capacity)
+            most = self.capacity if self.capacity >= 1 else int(len(x) * self.capacity)
+            done = done * (place <= most)
         loss = F.cross_entropy(self.head(x + weight[:, None] * done), y)
         return loss + self.balance * odds.mean(0).square().sum() if self.balance else loss
 
@@ -85,8 +86,8 @@ def claim_experts_that_sort_tokens_are_shared_out_exactly() -> None:
 
 
 def claim_experts_with_a_capacity_and_a_loss_of_all_rows_are_done_together() -> None:
-    """No random batch of a few rows fills a capacity: one token everywhere does."""
-    for options in {"capacity": 2}, {"balance": 0.5}:
+    """No random batch of a few rows fills a capacity: one token everywhere does, of enough rows."""
+    for options in {"capacity": 2}, {"capacity": 5}, {"capacity": 0.4}, {"balance": 0.5}:
         plain = Experts(**options)
         model = ap.parallelize(Experts(**options), plan=ap.Plan.uniform(**DP2))
         loss, want = model(*batch()), plain(*batch())

@@ -214,7 +214,7 @@ class ParallelModel(nn.Module):
             self._follow()
         known = self._programs.setdefault((call.key, train), [])
         for program in known:
-            if program.serves(self.burnt):
+            if program.serves(self.burnt, call.num_rows):
                 return program
         settle()
         wanted = ("loss", *self.outputs) if train else None

@@ -14,6 +14,7 @@ from ..proof import check
 from ..schedule import Schedule, build
 from ..trace import Traced
 from ..trace.burnt import Burnt
+from ..trace.row_branches import holds
 from .params import ParamStore
 from .prologue import Prologue
 from .randomness import draws
@@ -41,8 +42,10 @@ class Program:
         # Parameters that get gradients, by the outputs that these come from, once it has run.
         self.reached: dict[tuple[str, ...], list[str]] = {}
 
-    def serves(self, burnt: Burnt) -> bool:
+    def serves(self, burnt: Burnt, num_rows: int) -> bool:
         """Whether everything that decided what was traced is still as it was."""
+        if not holds(self.traced.answers, num_rows):
+            return False
         if self.number != burnt.number and self.state == burnt.described(self.traced.reads):
             self.number = burnt.number
         return self.number == burnt.number

@@ -32,6 +32,7 @@ from .discover import note_factors
 from .form import Form, LossFn
 from .functional import functionalize
 from .repeat import find_stacks, shortened
+from .row_branches import Answers
 from .tested import Surroundings, tested_traits
 from .together import tangled
 
@@ -50,6 +51,7 @@ class Traced:
     mixed: dict[str, Split]  # prologue nodes made of the whole batch -> where they have rows
     form: Form  # the structure of what the model returns
     reads: frozenset[Read]  # attributes of modules that decided what was traced
+    answers: Answers  # of the number of rows, that decided what was traced
     outers: dict[str, int]  # output -> in how many parts of its dim there are all rows
 
 
@@ -116,7 +118,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     note_factors(main)
     pieces = cut(flat, main, captured.sources)
     row_numbers.refuse_odd(pieces, odd)
-    return pieces, flat
+    return [dataclasses.replace(piece, odd=frozenset(odd)) for piece in pieces], flat
 
 
 def _plain(captured: Captured) -> fx.Graph:
@@ -288,7 +290,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     if not any(shares.SLOT in piece.context for piece in pieces):
         prologue.erase_node(around.prologue[around.num_rows])
         rowless -= {around.num_rows}
-    mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts)
+    mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts,
+                   around.least_rows)
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
     run = [(piece, programs[name]) for piece, name in zip(pieces, named, strict=True)]
     stuck = tangled(prologue, mixed, places, run, outputs.values())
@@ -297,7 +300,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless, places, captured.form, captured.reads, outers)
+                  rowless, places, captured.form, captured.reads, captured.answers, outers)
 
 
 def _surroundings(prologue: fx.Graph, captured: Captured, local: bool) -> Surroundings:
@@ -311,7 +314,7 @@ def _surroundings(prologue: fx.Graph, captured: Captured, local: bool) -> Surrou
     num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
     rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     return Surroundings({n.name: n for n in prologue.nodes}, rowless, consts, num_rows.name,
-                        local, {})
+                        local, captured.least_rows, {})
 
 
 def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:

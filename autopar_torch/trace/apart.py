@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..model import TensorInfo, at_rows
+from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout, Split
 from ..shard.parts import join
 from ..shard.rows import at_batch
@@ -23,10 +24,11 @@ from ..shard.rules import is_mutable, op_name
 from .blocks import TracedBlock
 from .capture import InputSource
 from .clean import info_of
+from .row_numbers import counts_rows, picks_rows, written
 
 log = logging.getLogger("autopar_torch")
 CPU = torch.device("cpu")
-NUM_ROWS, SPLITS, SEEDS = 4, ((1, 3), (2, 2)), range(3)
+FEW_ROWS, MOST_ROWS, SEEDS, FEW_CONSTS = 4, 2000, range(3), 64
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
 _VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
 ByName = dict[str, Any]
@@ -34,7 +36,7 @@ ByName = dict[str, Any]
 
 def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedBlock],
            outputs: Iterable[str], sources: Mapping[str, InputSource],
-           consts: Mapping[str, Tensor]) -> frozenset[str]:
+           consts: Mapping[str, Tensor], least_rows: int) -> frozenset[str]:
     """What blocks read or the model returns of the prologue, and rows of which depend on others."""
     nodes = {node.name: node for node in prologue.nodes}
     leaving = {name for piece in pieces for name in piece.context.values()} | set(outputs)
@@ -48,15 +50,38 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
         with torch.no_grad():
             graph = _without_others(prologue, asked)
             own = [n for n in graph.nodes if n.name in {node.name for node in asked}]
-            for seed, cut in itertools.product(SEEDS, SPLITS):  # few numbers may be alike by chance
+            known = {n.name: value for n in graph.find_nodes(op="placeholder")
+                     if (value := consts.get(sources[n.name].name)) is not None}
+            num_rows = enough_rows(graph, known, least_rows)
+            splits = (1, num_rows - 1), (num_rows // 2, num_rows - num_rows // 2)
+            for seed, cut in itertools.product(SEEDS, splits):  # few numbers may be alike by chance
                 draw = torch.Generator().manual_seed(seed)
-                given = {n.name: made_up(info_of(n), consts.get(sources[n.name].name), draw)
+                given = {n.name: made_up(info_of(n), known.get(n.name), draw, num_rows)
                          for n in graph.find_nodes(op="placeholder")}
                 found.append(_apart(graph, own, rowless, given, cut))
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
         found.append([n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))])
     return frozenset(n.name for nodes in found for n in nodes)
+
+
+def enough_rows(graph: fx.Graph, consts: Mapping[str, Tensor], least: int) -> int:
+    """So many that the numbers of rows which are written in it, as in `x[4:]`, are among theirs."""
+    numbered, found = set[fx.Node](), [least / 2]
+    known = {n: consts[n.name] for n in graph.nodes if n.name in consts}
+    for node in graph.nodes:
+        given = [known[arg] for arg in node.all_input_nodes if arg in known]
+        if counts_rows(node) or not numbered.isdisjoint(node.all_input_nodes):
+            numbered.add(node)
+            found += [float(x.abs().max()) for x in given if 0 < x.numel() < FEW_CONSTS]
+        elif given and len(node.all_input_nodes) == 1:
+            known[node] = given[0]  # a copy, or another type or shape
+    found += [abs(number) for node, _, number, is_value in written(graph)
+              if (is_value and node in numbered) or picks_rows(node)]
+    most = max(number for number in found if number < ROWS // 2)
+    if most > MOST_ROWS:
+        raise ValueError(f"{most:g} rows are too many to be tried")
+    return max(FEW_ROWS, 2 * math.ceil(most) + 2 if most > 1 else 0)
 
 
 def _upstream(asked: Iterable[fx.Node], rowless: frozenset[str]) -> list[fx.Node]:
@@ -109,9 +134,10 @@ def _picks(name: str, pieces: Sequence[TracedBlock]) -> Iterator[bool]:
                     op_name(user) == "embedding_bag" and value in user.args[2:3])
 
 
-def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator) -> Tensor:
+def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator,
+            num_rows: int) -> Tensor:
     """Random values of the right shape; numbers of tokens, labels and masks are 0 or 1."""
-    shape, dtype = info.at(NUM_ROWS), getattr(torch, info.dtype)
+    shape, dtype = info.at(num_rows), getattr(torch, info.dtype)
     if known is not None:
         return known.detach().to("cpu", dtype)
     if dtype.is_floating_point or dtype.is_complex:
@@ -157,7 +183,7 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], g
     fixed = {n.name for n in graph.nodes
              if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
     wanted = {node.name for node in asked}
-    whole = run(graph, given, NUM_ROWS, wanted | fixed)
+    whole = run(graph, given, sum(cut), wanted | fixed)
     parts, start = [], 0
     for rows in cut:
         own = {n.name: rows_of(given[n.name], info_of(n), range(start, start + rows))

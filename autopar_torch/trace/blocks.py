@@ -41,6 +41,7 @@ class TracedBlock:
     outputs: dict[str, str]
     infos: dict[str, TensorInfo]
     signature: str
+    odd: frozenset[int] = frozenset()  # sizes that depend on the rows, and are no multiples of them
 
 
 def split_main(graph: fx.Graph, sources: dict[str, InputSource],

@@ -28,12 +28,15 @@ from .checks import passed
 from .effects import Effects, attributes_set
 from .form import Form, LossFn, outputs_of
 from .functions import refuse_unseen, watched
+from .row_branches import Answers, asking
 
 log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
 Told = tuple[tuple[str, ...], Form]  # names and form of the outputs
 Exported = tuple[ExportedProgram, Told]
 MOST_OPS, MOST_SECONDS = 200_000, 900.0
+MOST_PARTS = 256  # of the batch
+_WHOLE = ((), (0,), (0, 2**63 - 1))  # slices
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Captured:
     reads: frozenset[Read]  # attributes of modules that forward has read
     consts: dict[str, Tensor]
     autocast: torch.dtype | None  # what was computed with, where it was traced under autocast
+    answers: Answers  # what forward asked of the number of rows
+    least_rows: int  # that have to be tried, as there are numbers that hold for so many
 
 
 class _Flat(nn.Module):
@@ -64,16 +69,17 @@ class _Flat(nn.Module):
     def __init__(self, effects: Effects, call: Call, loss_fn: LossFn | None,
                  wanted: tuple[str, ...] | None,
                  tell: Callable[[tuple[tuple[str, ...], Form]], None],
-                 dtype: torch.dtype | None) -> None:
+                 dtype: torch.dtype | None, rows: int, answers: Answers) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.rows, self.answers = dtype, rows, answers
         self.model, self.call, self.loss_fn, self.wanted = effects.model, call, loss_fn, wanted
         self.effects = effects
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         casts = Casts(self.dtype) if self.dtype else contextlib.nullcontext()
-        with casts, self.effects.none():
+        with (casts, self.effects.none(),
+              asking(self.call.num_rows, self.rows, self.answers)):
             form, named = outputs_of(self.model, self.loss_fn, *self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
@@ -139,22 +145,35 @@ def refuse_messages(func: Any) -> None:
 
 def _limited() -> contextlib.AbstractContextManager[None]:
     """So many ops and seconds for a trace: loops are written out step by step."""
-    plain, num_ops, end = FakeTensorMode.dispatch, 0, time.monotonic() + MOST_SECONDS
+    plain, end = FakeTensorMode.dispatch, time.monotonic() + MOST_SECONDS
+    num_ops = num_parts = 0
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        nonlocal num_ops
-        num_ops += 1
+        nonlocal num_ops, num_parts
+        num_ops, num_parts = num_ops + 1, num_parts + _num_parts(func, args)
         if num_ops > MOST_OPS or time.monotonic() > end:
             raise _TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
                                 f"{MOST_SECONDS:.0f} s to trace")
+        if num_parts > MOST_PARTS:
+            raise _TooLongError("forward goes through the batch row by row, or by few rows")
         refuse_messages(func)
-        if func is torch.ops.aten.unbind.int:
-            size = args[0].shape[args[1] if len(args) > 1 else 0]
-            if size and size % ROWS == 0:
-                raise _TooLongError("forward goes through the batch row by row")
         return plain(mode, func, types, args, kwargs or {})
 
     return attributes_set(FakeTensorMode, dispatch=dispatch)
+
+
+def _num_parts(func: Any, args: Any) -> int:
+    """Of how many parts of the batch an op makes values of their own."""
+    name = func.overloadpacket.__name__
+    if name not in ("unbind", "split", "select", "slice"):
+        return 0
+    at = 2 if name == "split" else 1
+    size = args[0].shape[args[at] if len(args) > at else 0] if args[0].dim() else 0
+    if not size or size % ROWS or (name == "slice" and tuple(args[2:]) in _WHOLE):
+        return 0
+    if name == "unbind":
+        return size
+    return -(-size // args[1]) if name == "split" else 1
 
 
 @contextlib.contextmanager
@@ -233,11 +252,12 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
 def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
               *how: Any) -> Captured:
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
+    answers: Answers = {}
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
 
     def export(seen: Effects) -> Exported:
-        return _program(seen, call, rows, device, mode, *how)
+        return _program(seen, call, rows, device, mode, answers, *how)
 
     with effects.undone():
         program, told = export(effects)
@@ -250,7 +270,8 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
-                    dict(call.autocast).get(device.type))
+                    dict(call.autocast).get(device.type), answers,
+                    0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)
 
 
 def _settled(effects: Effects, first: ExportedProgram, told: Told,
@@ -295,11 +316,11 @@ def _constants(program: ExportedProgram) -> Iterator[tuple[fx.Node, Tensor]]:
 
 
 def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode: FakeTensorMode,
-             loss_fn: LossFn | None, wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
-             dtype: torch.dtype | None) -> Exported:
+             answers: Answers, loss_fn: LossFn | None, wanted: tuple[str, ...] | None,
+             shapes: dict[str, ParamInfo], dtype: torch.dtype | None) -> Exported:
     """What export makes of one forward, and the names and form of its outputs."""
     told: list[tuple[tuple[str, ...], Form]] = []
-    flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype)
+    flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype, rows, answers)
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), _without_cache(effects.model),
           call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),

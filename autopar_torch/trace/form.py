@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..model import at_rows
+from .row_branches import OfRows, at
 
 LossFn = Callable[..., Tensor]
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -58,6 +59,8 @@ class Form:
         def filled(leaf: Any) -> Any:
             if isinstance(leaf, Named):
                 return values[leaf.name] if leaf.name in values else absent(leaf.name)
+            if isinstance(leaf, OfRows):
+                return at(leaf.made, rows)
             return at_rows(leaf, rows) if type(leaf) is int else leaf
 
         tree = pytree.tree_unflatten(map(filled, self.leaves), self.spec)

@@ -25,7 +25,7 @@ from ..model import ROWS, TensorInfo
 from ..shard.loss_sums import made_of_rows, number_of_rows
 from ..shard.rules import op_name
 from .blocks import TracedBlock
-from .clean import info_of
+from .clean import has_rows, info_of
 from .losses import rows_in
 
 OTHER_ROWS = 720_720  # divides by all up to 16, and `ROWS` by none: `n // 2` is no formula
@@ -35,7 +35,6 @@ MOST_PARTS = 16  # into which rows are divided
 FEW_DIGITS = 4  # of a constant that somebody wrote
 MOST_ELEMENTS = 64  # of constants that are looked at
 SMALL = 4096  # so many may well be written
-_PICKS = {"slice": 1, "narrow": 1, "select": 1, "topk": 2, "kthvalue": 2, "unfold": 1}  # their dim
 NO_SIZE = 2**62  # ends such as 2**63 - 1
 _HALVES = [k / 2 for k in range(-4, 5)]
 
@@ -105,7 +104,8 @@ class _Leaf(NamedTuple):
     is_value: bool
 
 
-def _leaves(graph: fx.Graph) -> Iterator[_Leaf]:
+def written(graph: fx.Graph) -> Iterator[_Leaf]:
+    """The numbers in a graph."""
     for node in graph.nodes:
         schema = node.target._schema if isinstance(node.target, OpOverload) else None
         named = {a.name: a for a in schema.arguments} if schema else {}
@@ -129,7 +129,7 @@ def _is_suspect(leaf: _Leaf) -> bool:
     if number % ROWS == 0:
         return _is_odd(number) or _is_computed_with(leaf)
     large = leaf.is_value and abs(number) > SMALL and not _is_round(number)
-    return large or _is_odd(number) or _picks_rows(leaf.node)
+    return large or _is_odd(number) or picks_rows(leaf.node)
 
 
 def _is_round(number: int) -> bool:
@@ -137,13 +137,46 @@ def _is_round(number: int) -> bool:
     return not str(abs(number)).strip("0").strip("1") or not abs(number) & (abs(number) - 1)
 
 
-def _picks_rows(node: fx.Node) -> bool:
+def _told(place: int, otherwise: int = 0) -> Callable[[fx.Node], Any]:
+    return lambda node: (node.args[place] if len(node.args) > place
+                         else node.kwargs.get("dim", otherwise))
+
+
+_PICKS: dict[str, Callable[[fx.Node], Any]] = {  # ops that are told numbers of rows, and their dims
+    **dict.fromkeys(("slice", "narrow", "select", "unfold"), _told(1)),
+    **dict.fromkeys(("split", "roll", "slice_scatter", "select_scatter"), _told(2)),
+    **dict.fromkeys(("topk", "kthvalue"), _told(2, -1)),
+    **dict.fromkeys(("tril", "triu", "diag"), lambda node: (-2, -1)),
+    "diagonal": lambda node: node.args[2:4] or (0, 1),
+    **dict.fromkeys(("pad", "constant_pad_nd"), lambda node: range(
+        -1, -1 - len(node.args[1]) // 2, -1)),  # type: ignore[arg-type]
+}
+
+
+_COUNTS: dict[str, Callable[[fx.Node], Any]] = {
+    **dict.fromkeys(("cumsum", "argsort", "sort"), _told(1, -1)), "topk": _told(2, -1),
+    "bincount": _told(9), "searchsorted": _told(9),
+}
+
+
+def picks_rows(node: fx.Node) -> bool:
     """Whether it takes some of the rows by their numbers."""
-    if op_name(node) not in _PICKS or not node.all_input_nodes:
+    return _is_along_rows(node, _PICKS)
+
+
+def counts_rows(node: fx.Node) -> bool:
+    """Whether it makes numbers of rows, or of what rows have."""
+    made = node.op == "call_function" and not node.all_input_nodes and has_rows(info_of(node))
+    return made or _is_along_rows(node, _COUNTS)
+
+
+def _is_along_rows(node: fx.Node, dims_of: Mapping[str, Callable[[fx.Node], Any]]) -> bool:
+    if op_name(node) not in dims_of or not node.all_input_nodes:
         return False
     shape = info_of(node.all_input_nodes[0]).shape
-    dim = node.args[_PICKS[op_name(node)]] if len(node.args) > _PICKS[op_name(node)] else -1
-    return bool(shape) and shape[int(dim)] % ROWS == 0  # type: ignore[arg-type]
+    dims = dims_of[op_name(node)](node)
+    return any(shape[dim] % ROWS == 0 for dim in ([dims] if isinstance(dims, int) else dims)
+               if -len(shape) <= dim < len(shape))
 
 
 def _is_odd(size: int) -> bool:
@@ -172,21 +205,21 @@ def settle(graph: fx.Graph, consts: Mapping[fx.Node, Tensor], batch: list[fx.Nod
     """Write numbers that are made of the number of rows as what makes them; `other` traces the
     model for `OTHER_ROWS`. Constants are given by their placeholders. Returns sizes that are no
     multiples of the rows and yet depend on them."""
-    leaves, sizes = list(_leaves(graph)), list(_sizes(graph))
-    if not (any(map(_is_suspect, leaves)) or any(map(_is_odd, {*sizes}))
+    numbers, sizes = list(written(graph)), list(_sizes(graph))
+    if not (any(map(_is_suspect, numbers)) or any(map(_is_odd, {*sizes}))
             or any(map(_may_hold, consts.values()))):
         return set()
     second, seconds = other()
-    twins, others = list(_leaves(second)), list(_sizes(second))
+    twins, others = list(written(second)), list(_sizes(second))
     alike = [(a.op, op_name(a)) for a in graph.nodes] == [(b.op, op_name(b)) for b in second.nodes]
-    lengths = [(len(leaves), len(sizes), len(consts)), (len(twins), len(others), len(seconds))]
+    lengths = [(len(numbers), len(sizes), len(consts)), (len(twins), len(others), len(seconds))]
     if not alike or lengths[0] != lengths[1]:
         raise TraceError("what forward does depends on the number of rows", where="forward",
                          fix="let Python not decide by the size of the batch")
     for (place, value), twin in zip(consts.items(), seconds.values(), strict=True):
         if value.shape != twin.shape or not torch.equal(*(x.nan_to_num() for x in (value, twin))):
             _write_const(graph, place, value, twin, batch)
-    for leaf, own in zip(leaves, twins, strict=True):
+    for leaf, own in zip(numbers, twins, strict=True):
         if _differ(leaf.number, own.number) or (
                 leaf.number != own.number and _is_computed_with(leaf)):
             _write(graph, leaf, own.number, batch)

@@ -27,8 +27,6 @@ from .clean import has_rows, info_of
 from .together import between, copied, leaving
 
 log = logging.getLogger("autopar_torch")
-PARTS: tuple[tuple[list[int], list[int]], ...] = (
-    ([0, 1], [2, 3]), ([0], [1, 2, 3]), ([3, 1], [0, 2]))
 SHARES = 0.3, 0.7  # of a value that is a sum over the rows
 # Limit of differences; what a gradient of zero may come out as, of the largest. Some ops have no
 # float64.
@@ -45,6 +43,7 @@ class Surroundings(NamedTuple):
     consts: Mapping[str, Tensor]  # by the name of a placeholder of the prologue
     num_rows: str  # the node that counts the rows of the global batch
     local: bool  # what looks at the whole batch may look at the rows of a part
+    least_rows: int  # that have to be tried
     answers: dict[str, str]  # why rows depend on each other, by the text of what was tried
 
 
@@ -58,6 +57,13 @@ class _Region:
     learns: set[str] = field(default_factory=set)  # inputs that get gradients
     fixed: set[str] = field(default_factory=set)  # made once, from the whole batch
     consts: dict[str, Tensor] = field(default_factory=dict)
+    num_rows: int = apart.FEW_ROWS
+
+    def cuts(self) -> Iterator[tuple[list[int], list[int]]]:
+        """The rows of two parts."""
+        rows = list(range(self.num_rows))
+        half = len(rows) // 2
+        yield from ((rows[:half], rows[half:]), (rows[:1], rows[1:]), (rows[:0:-2], rows[::2]))
 
 
 def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
@@ -132,7 +138,7 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
             return f"{op_name(node)} draws at random"
     key = _text(region)
     if key not in around.answers:
-        around.answers[key] = _answer(region, piece.name)
+        around.answers[key] = _answer(region, piece.name, around.least_rows)
     return around.answers[key]
 
 
@@ -145,8 +151,12 @@ def _text(region: _Region) -> str:
     return f"{signature(region.graph)} {sets} {consts}"
 
 
-def _answer(region: _Region, name: str) -> str:
-    small = next(_small(region.graph), None)
+def _answer(region: _Region, name: str, least_rows: int) -> str:
+    try:
+        region.num_rows = apart.enough_rows(region.graph, region.consts, least_rows)
+    except ValueError as error:
+        return str(error)
+    small = next(_small(region.graph, region.num_rows), None)
     if small is None:
         return "it is too large to be tried"
     region.graph = small
@@ -213,16 +223,17 @@ def _is_float(node: fx.Node) -> bool:
 # --- shrunk ---------------------------------------------------------------------------------------
 
 
-def _small(graph: fx.Graph) -> Iterator[fx.Graph]:
+def _small(graph: fx.Graph, num_rows: int) -> Iterator[fx.Graph]:
     """The graph if it is small, else with sizes divided: all multiples of a number alike."""
     units = [1 << k for k in range(12, 1, -1)]
     ways = [(1, 1), *((step, unit) for step in units[::-1] for unit in units if unit >= 2 * step)]
     for step, unit in ways:
         made = _shrunk(graph, unit, step)
-        size = sum(torch.Size(i.at(apart.NUM_ROWS)).numel()
+        size = sum(torch.Size(i.at(num_rows)).numel()
                    for n in made.nodes for i in _infos(info_of(n)))
         work = sum(flops(n) for n in made.nodes if n.op == "call_function") / ROWS
-        if work <= MOST_FLOPS and size <= MOST_ELEMENTS and (step == 1 or _fits(made)):
+        if work <= MOST_FLOPS and size <= MOST_ELEMENTS and (
+                step == 1 or _fits(made, num_rows)):
             yield made
 
 
@@ -261,19 +272,19 @@ def _shrunk(graph: fx.Graph, unit: int, step: int) -> fx.Graph:
     return made
 
 
-def _fits(graph: fx.Graph) -> bool:
+def _fits(graph: fx.Graph, num_rows: int) -> bool:
     """Whether every value has the shape that its shrunk description says."""
-    empty = {n.name: torch.empty(info_of(n).at(apart.NUM_ROWS), device="meta",
+    empty = {n.name: torch.empty(info_of(n).at(num_rows), device="meta",
                                  dtype=getattr(torch, info_of(n).dtype))
              for n in graph.find_nodes(op="placeholder")}
     names = {n.name for n in graph.nodes}
     try:
         with torch.no_grad():
-            found = apart.run(graph, empty, apart.NUM_ROWS, names, torch.device("meta"))
+            found = apart.run(graph, empty, num_rows, names, torch.device("meta"))
     except ERRORS as error:
         log.debug("not shrunk so: %s", error)
         return False
-    return all(tuple(value.shape) == info_of(n).at(apart.NUM_ROWS) for n in graph.nodes
+    return all(tuple(value.shape) == info_of(n).at(num_rows) for n in graph.nodes
                if isinstance(value := found[n.name], Tensor))
 
 
@@ -303,10 +314,10 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
     """What of the whole is not that of the parts; an error if the whole does not run."""
     draw, graph = torch.Generator().manual_seed(seed), _as_type(region.graph, dtype)
     infos = {n.name: info_of(n) for n in graph.nodes}
-    given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw)
+    given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw, region.num_rows)
              for n in graph.find_nodes(op="placeholder")}
     given = {n: change(v) if has_rows(infos[n]) else v for n, v in given.items()}
-    whole = _RegionRun(region, graph, given, apart.NUM_ROWS, {})
+    whole = _RegionRun(region, graph, given, region.num_rows, {})
     cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64).to(v.dtype)
             for n, v in whole.outs.items()}
     whole.differentiate(cots)
@@ -314,7 +325,7 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
         raise ValueError("the whole is not finite")
     largest = max((float(v.abs().max()) for v in whole.grads.values() if v.numel()), default=0.0)
     limit, noise = limits[0], limits[1] * largest
-    for cut in PARTS:
+    for cut in region.cuts():
         parts = []
         for rows, share in zip(cut, SHARES, strict=True):
             own = {n: v * share if n in region.sums else apart.rows_of(v, infos[n], rows)

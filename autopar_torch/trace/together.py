@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from torch import fx
 
@@ -35,7 +35,7 @@ def join(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow) -> list[fx.
         found.append(_fold(piece, [copy], op_name(node), flow, known))
     if sums:
         return found
-    inside = _tangle(piece.graph, node)
+    inside = _tangle(piece, node)
     names = ", ".join(dict.fromkeys(op_name(n) for n in inside if op_name(n) != "getitem"))
     return [] if any(map(_is_alone, inside)) else [_fold(piece, inside, names, flow, known)]
 
@@ -47,15 +47,17 @@ def _is_alone(node: fx.Node) -> bool:
     return is_mutable(node) or has_tag(node, SEEDED) or bool(weights)
 
 
-def _tangle(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """An op with all that lies around values that have the batch in two dims, in order."""
+def _tangle(piece: TracedBlock, node: fx.Node) -> list[fx.Node]:
+    """An op with all that lies around values that have the batch in two dims, or rows and some more
+    (`x[1:]`), in order."""
     inside: set[fx.Node] = set()
     more = {node}
     while more - inside:
-        inside = between(graph, list(inside | more))
-        near = {value for n in inside for value in (n, *n.all_input_nodes) if _is_tangled(value)}
+        inside = between(piece.graph, list(inside | more))
+        near = {value for n in inside for value in (n, *n.all_input_nodes)
+                if _is_tangled(value) or not piece.odd.isdisjoint(chain(*_shapes(value)))}
         more = {n for value in near for n in (value, *value.users) if n.op == "call_function"}
-    return [n for n in graph.nodes if n in inside]
+    return [n for n in piece.graph.nodes if n in inside]
 
 
 def tangled(prologue: fx.Graph, mixed: Collection[str], placed: Collection[str],
@@ -77,10 +79,13 @@ def tangled(prologue: fx.Graph, mixed: Collection[str], placed: Collection[str],
 
 
 def _is_tangled(node: fx.Node) -> bool:
-    infos = info_of(node)
-    sizes = [i.shape for i in (infos if isinstance(infos, tuple) else (infos,)) if i is not None]
     return any(sum(s % ROWS == 0 for s in shape if s) > 1 or any(s and s % ROWS**2 == 0
-               for s in shape) for shape in sizes)
+               for s in shape) for shape in _shapes(node))
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    infos = info_of(node)
+    return [i.shape for i in (infos if isinstance(infos, tuple) else (infos,)) if i is not None]
 
 
 def _fold(piece: TracedBlock, nodes: Sequence[fx.Node], names: str, flow: Flow,
