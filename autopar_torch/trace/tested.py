@@ -27,7 +27,6 @@ from .clean import has_rows, info_of
 from .together import between, copied, leaving
 
 log = logging.getLogger("autopar_torch")
-SHARES = 0.3, 0.7  # of a value that is a sum over the rows
 # Limit of differences; what a gradient of zero may come out as, of the largest. Some ops have no
 # float64.
 TYPES = (torch.float64, 1e-6, 1e-11), (torch.float32, 1e-4, 1e-5)
@@ -327,8 +326,9 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
     limit, noise = limits[0], limits[1] * largest
     for cut in region.cuts():
         parts = []
-        for rows, share in zip(cut, SHARES, strict=True):
-            own = {n: v * share if n in region.sums else apart.rows_of(v, infos[n], rows)
+        addends = {n: _in_two(given[n], draw) for n in region.sums}
+        for k, rows in enumerate(cut):
+            own = {n: addends[n][k] if n in addends else apart.rows_of(v, infos[n], rows)
                    for n, v in given.items()}
             try:
                 part = _RegionRun(region, graph, own, len(rows), whole.fixed)
@@ -344,6 +344,13 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
                                n in region.sums, limit, noise if what == "grads" else 0.0):
                     return f"{'values' if what == 'outs' else 'gradients'} of parts do not join"
     return ""
+
+
+def _in_two(whole: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two addends, of no common factor: a norm is the sum of those of `0.3 * x` and `0.7 * x`."""
+    shares = torch.randn(whole.shape, generator=draw, dtype=torch.float64) + 0.5
+    first = (whole * shares).to(whole.dtype)
+    return first, whole - first
 
 
 class _RegionRun:

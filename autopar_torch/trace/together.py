@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from itertools import chain, takewhile
+from typing import Any
 
 from torch import fx
 
@@ -30,7 +31,7 @@ def join(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow) -> list[fx.
     for value in sums:
         with piece.graph.inserting_before(node):
             copy = piece.graph.call_function(aten.clone.default, (value,))
-        copy.meta = dict(value.meta)
+        copy.meta = _meta(value)
         node.replace_input_with(value, copy)
         found.append(_fold(piece, [copy], op_name(node), flow, known))
     if sums:
@@ -88,6 +89,11 @@ def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
     return [i.shape for i in (infos if isinstance(infos, tuple) else (infos,)) if i is not None]
 
 
+def _meta(node: fx.Node) -> dict[str, Any]:
+    """That of another op that makes the same; what was discovered of the op is not its own."""
+    return {key: value for key, value in node.meta.items() if key != "factors"}
+
+
 def _fold(piece: TracedBlock, nodes: Sequence[fx.Node], names: str, flow: Flow,
           known: Flow) -> fx.Node:
     """One node instead of these, in the order of the graph; its results are known."""
@@ -108,7 +114,7 @@ def _fold(piece: TracedBlock, nodes: Sequence[fx.Node], names: str, flow: Flow,
     with piece.graph.inserting_after(nodes[-1]):
         new = piece.graph.call_function(target, (ROWS, *given))
     infos = tuple(info_of(n) for n in results)
-    new.meta = {**results[0].meta, "info": infos if len(infos) > 1 else infos[0]}
+    new.meta = {**_meta(results[0]), "info": infos if len(infos) > 1 else infos[0]}
     known[new] = outs[0] if len(outs) == 1 else WHOLE
     _replace(piece.graph, new, results, outs, known)
     for node in reversed(nodes):
@@ -126,7 +132,7 @@ def _replace(graph: fx.Graph, new: fx.Node, results: Sequence[fx.Node], outs: Se
         if len(results) > 1:
             with graph.inserting_after(last):
                 last = value = graph.call_function(operator.getitem, (new, k))
-            value.meta, known[value] = dict(old.meta), layout
+            value.meta, known[value] = _meta(old), layout
         old.replace_all_uses_with(value)
     behind = {new, *new.users}
     for node in list(takewhile(lambda n: n is not new, graph.nodes)):
