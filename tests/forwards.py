@@ -279,6 +279,8 @@ def outcome(seed: int, plan: Plan, want: list[Tensor]) -> str:
         got = trained(seed, plan)
     except AutoparError as error:
         return f"refused: {error.what}"
+    except Exception as error:  # on all ranks alike
+        return f"{type(error).__name__}: {error}"
     worst = max(float((g - w).abs().max() / (w.abs().max() + 1e-12))
                 for g, w in zip(got, want, strict=True))
     return "right" if worst <= LIMIT else f"wrong by {worst:.1e}"

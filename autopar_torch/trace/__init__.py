@@ -27,7 +27,7 @@ from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, describe_params
-from .clean import drop_no_ops, flatten, has_rows, info_of
+from .clean import drop_no_ops, flatten, has_rows, info_of, part_reads
 from .discover import note_factors
 from .form import Form, LossFn
 from .functional import functionalize
@@ -109,6 +109,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     _read_once(flat, captured.sources, placed)
     losses.rewrite(flat, _batch(flat, captured))
     tails.straighten(flat)
+    part_reads(flat)
     trainable = {name for name, source in captured.sources.items()
                  if source.kind == "param" and known[source.name].trainable}
     mark_grads(flat, trainable)

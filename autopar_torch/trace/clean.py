@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from ..errors import TraceError
 from ..model import TensorInfo
@@ -166,3 +167,28 @@ def drop_no_ops(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function" and not is_mutable(node):
             graph.erase_node(node)
+
+
+def part_reads(graph: fx.Graph) -> None:
+    """An op that reads a value twice, as `x @ x`, reads a view of it, too: both may then be cut in
+    ways of their own. Of pointwise ops they are cut alike."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or len(node.all_input_nodes) == _num_reads(node) or (
+                is_mutable(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())):
+            continue
+        seen = set[fx.Node]()
+
+        def own(value: fx.Node, node: fx.Node = node, seen: set[fx.Node] = seen) -> fx.Node:
+            if value not in seen:
+                seen.add(value)
+                return value
+            with graph.inserting_before(node):
+                view = graph.call_function(aten.alias.default, (value,))
+            view.meta = {"info": info_of(value), "module": node.meta.get("module", "")}
+            return view
+
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), own)
+
+
+def _num_reads(node: fx.Node) -> int:
+    return sum(isinstance(leaf, fx.Node) for leaf in tree_leaves((node.args, node.kwargs)))
