@@ -61,7 +61,8 @@ def run(name: str, quick: bool, limit_s: float) -> Row:
                                stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         out, err = process.communicate(timeout=limit_s)
-        broken = process.returncode not in (0, SKIPPED) and "Traceback (most" in err
+        crashes = err.count("Traceback (most") - err.count("ChildFailedError: ")  # of torchrun
+        broken = process.returncode not in (0, SKIPPED) and crashes > 0
         status, figures = 99 if broken else process.returncode, last(err if broken else out)
     except subprocess.TimeoutExpired:
         status, figures = 124, f"not done within {limit_s:.0f} s"

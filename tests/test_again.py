@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 import oracle
 from clock.accuracy import Side, pin, session_for
 from models import gpt
-from slow import slowly
 
 PARTS = (0.1, 0.4)
 BATCH = {"input_ids": torch.arange(4 * 64).view(4, 64) % 60}
@@ -114,7 +113,8 @@ def kept_by(program: fx.GraphModule, args: list[Any], part: Any) -> int:
     return count.at(end) - count.at(start)
 
 
-@pytest.mark.parametrize("attention", ["eager", *slowly("sdpa")])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_as_many_bytes_are_freed_as_the_path_says(attention: str) -> None:
     program, args = middle_program(attention)
     look = again.PackReader(program)
@@ -152,6 +152,7 @@ def worst() -> list[float]:
                 for plan in PLANS]
 
 
+@pytest.mark.slow
 def test_two_ranks_that_make_parts_again_train_as_one() -> None:
     for found in run_ranks(2, "test_again:worst"):
         assert max(found) < oracle.TOLERANCE, found

@@ -88,7 +88,7 @@ def claim_sequences_first_train_in_a_tensor_group() -> None:
     _trains(Words(), PLANS["tp2"])
 
 
-def claim_sequences_first_train_in_a_pipeline() -> None:
+def slow_claim_sequences_first_train_in_a_pipeline() -> None:
     _trains(Words(), PLANS["pp2"])
 
 
@@ -96,7 +96,7 @@ def claim_recurrent_sequences_first_train_in_a_tensor_group() -> None:
     _trains(Recurrent(), PLANS["tp2"])
 
 
-def claim_recurrent_sequences_first_train_in_replicas_with_the_loss_outside() -> None:
+def slow_claim_recurrent_sequences_first_train_in_replicas_with_the_loss_outside() -> None:
     _trains(Recurrent(), PLANS["dp2"], outside=True)
 
 

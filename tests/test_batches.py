@@ -63,7 +63,7 @@ def claim_ranks_that_are_called_otherwise_are_told() -> None:
         refuses(partial(model, **good), "training: rank 0: True")
 
 
-def claim_values_are_compared_sparsely_later() -> None:
+def slow_claim_values_are_compared_sparsely_later() -> None:
     rank, good = dist.get_rank(), zoo.batch("nanogpt", 4)
     other = zoo.batch("nanogpt", 4, seed=1 + rank)
     model, loose = (parallelized(zoo.build("nanogpt"), DP2, guards={"batches": on})
@@ -139,7 +139,7 @@ def _on_both(model: Any) -> list[str]:
             if not held.share.zero and alike[name] == [alike[name][0]] * 2]
 
 
-def claim_a_weight_tied_over_stages_may_not_drift() -> None:
+def slow_claim_a_weight_tied_over_stages_may_not_drift() -> None:
     model, batch = parallelized(zoo.build("nanogpt"), PP2), zoo.batch("nanogpt", 8)
     model(**batch)
     tied = _on_both(model)

@@ -90,7 +90,7 @@ def claim_what_is_trained_may_change() -> None:
         assert all(near(v, want[k]) for k, v in model.state_dict().items()), degrees
 
 
-def claim_what_is_trained_before_the_first_batch_counts() -> None:
+def slow_claim_what_is_trained_before_the_first_batch_counts() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees), net()
         for m in (model.module, plain):
@@ -243,7 +243,7 @@ LOST = {
 }
 
 
-def claim_what_is_the_same_after_every_forward_is_traced() -> None:
+def slow_claim_what_is_the_same_after_every_forward_is_traced() -> None:
     want = step_losses(net(Noting))
     for degrees in (TP2, DP2):
         model = parallel(degrees, Noting)

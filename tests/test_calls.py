@@ -38,7 +38,7 @@ def claim_logits_and_loss_unpack_in_training_and_eval() -> None:
             assert near(got[0], want[0]) and got[1] is None, degrees
 
 
-def claim_outputs_asked_for_come_in_the_models_own_form() -> None:
+def slow_claim_outputs_asked_for_come_in_the_models_own_form() -> None:
     model, plain = parallel(PP2, outputs=("0",)), net()
     x, y = batch(6)
     logits, loss = model(x, y)
@@ -162,7 +162,7 @@ class Dropped(nn.Module):
         return x
 
 
-def claim_layers_that_only_training_has_are_left_out_of_evaluation() -> None:
+def slow_claim_layers_that_only_training_has_are_left_out_of_evaluation() -> None:
     alone = ap.Plan((Replica((Stage((0,), (0, 4)), Stage((1,), (4, 5)), Stage((0,), (5, 6)))),))
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     for plan in (alone, *(ap.Plan.uniform(**degrees) for degrees in ALL)):

@@ -126,11 +126,6 @@ def test_a_linear_that_hands_nothing_over_is_torchs_own() -> None:
         assert not hasattr(direct_linear(x, weight).grad_fn, "saved_tensors")
 
 
-def claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> None:
-    compiled.compile_graph = stand_in
-    slow_claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled()
-
-
 def slow_claim_zero_bubble_puts_off_as_many_weight_gradients_when_compiled() -> None:
     plan = Plan.uniform(pp=2, num_micro_batches=4, schedule="zero_bubble")
     counts: list[int] = []

@@ -84,7 +84,7 @@ def slow_claim_plans_that_are_found() -> None:
         assert all(abs(a - b) <= 1e-6 * max(1, abs(b)) for a, b in zip(got, want, strict=True))
 
 
-def claim_moe() -> None:
+def slow_claim_moe() -> None:
     same("moe", plans=("dp2", "tp2"))
 
 

@@ -8,7 +8,7 @@ import forwards
 
 
 def test_random_forwards_are_right_or_refused() -> None:
-    bad, came = forwards.wrong(range(4), ("dp2", "pp2", "tp2"))
+    bad, came = forwards.wrong(range(4), ("dp2", "pp2", "tp2", "untraced"))
     assert not bad
     assert came["right"] >= 8
 

@@ -38,7 +38,7 @@ def claim_the_model_clips_as_torch_does(job: Job) -> Any:
 
 
 @everywhere
-def claim_get_total_norm_and_clip_value(job: Job) -> Any:
+def slow_claim_get_total_norm_and_clip_value(job: Job) -> Any:
     job.backward()
     norm = nn.utils.get_total_norm([p.grad for p in job.params])
     nn.utils.clip_grad_value_(job.params, 1e-3)
@@ -46,7 +46,7 @@ def claim_get_total_norm_and_clip_value(job: Job) -> Any:
 
 
 @everywhere
-def claim_norms_by_hand(job: Job) -> Any:
+def slow_claim_norms_by_hand(job: Job) -> Any:
     job.backward()
     total = sum(p.grad.detach().data.norm(2).item() ** 2 for p in job.params) ** 0.5
     grads = [p.grad for p in job.params]
@@ -81,7 +81,7 @@ def claim_shapes_and_counts(job: Job) -> Any:
 
 
 @everywhere
-def claim_hooks_see_gradients(job: Job) -> Any:
+def slow_claim_hooks_see_gradients(job: Job) -> Any:
     seen: list[Any] = []
     handles = []
     for p in job.params:
@@ -97,7 +97,7 @@ def claim_hooks_see_gradients(job: Job) -> Any:
 
 
 @everywhere
-def claim_autograd_grad(job: Job) -> Any:
+def slow_claim_autograd_grad(job: Job) -> Any:
     grads = torch.autograd.grad(job.loss() * 3, job.params)
     return [*grads, *(g.norm() for g in grads), *(p.grad is None for p in job.params)]
 
@@ -155,7 +155,7 @@ def claim_a_view_sees_and_writes_the_parameter(job: Job) -> Any:
 
 
 @everywhere
-def claim_the_module_is_called_itself(job: Job) -> Any:
+def slow_claim_the_module_is_called_itself(job: Job) -> Any:
     loss = oracle.loss_of(job.module(**small_batch()))
     loss.backward()
     return [loss, *(p.grad for p in job.params)]

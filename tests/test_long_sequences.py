@@ -122,7 +122,7 @@ def claim_attention_is_that_of_one_process() -> None:
                 assert max(_differences(dtype, sizes, scale)) < most, (sizes, dtype, scale)
 
 
-def claim_plain_ops_do_it_too_some_queries_at_a_time() -> None:
+def slow_claim_plain_ops_do_it_too_some_queries_at_a_time() -> None:
     plain = ring_attention.Kernel(ring_attention.plain, ring_attention.plain_backward)
     with mock.patch.object(ring_attention, "kernel_for", lambda *_: plain), \
             mock.patch.object(ring_attention, "MOST_SCORES", 100):

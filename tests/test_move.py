@@ -303,6 +303,7 @@ def oddities() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_hooks_averages_and_schedulers_live_through_moves() -> None:
     for found in run_ranks(2, "test_move:oddities"):
         plain, moved = found["numbers"]

@@ -13,7 +13,7 @@ import zoo
 from ranks import HANG_S, run_ranks
 from slow import slowly
 
-QUICK = ["nanogpt", "resnet", "mlp"]
+QUICK = ["nanogpt", "resnet"]
 
 
 def run_table(models: list[str], plans: list[dict[str, Any]], pad: bool) -> list[list[Any]]:

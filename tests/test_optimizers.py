@@ -29,7 +29,7 @@ def claim_muon(job: Job) -> Any:
 
 
 @everywhere
-def claim_adafactor(job: Job) -> Any:
+def slow_claim_adafactor(job: Job) -> Any:
     return job.train(torch.optim.Adafactor(job.params, lr=1e-2, eps=(1e-4, 1e-3)))
 
 
@@ -98,7 +98,7 @@ def claim_an_optimizer_of_ones_own(job: Job) -> Any:
 
 
 @everywhere
-def claim_an_average_of_the_weights(job: Job) -> Any:
+def slow_claim_an_average_of_the_weights(job: Job) -> Any:
     ema = [p.detach().clone() for p in job.params]
     twin, swa = copy.deepcopy(job.module), AveragedModel(job.module)
     opt = adamw(job.params)
@@ -176,7 +176,7 @@ def slow_claim_adafactor_of_transformers(job: Job) -> Any:
     return found + job.train(make(lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9))
 
 
-def claim_a_fresh_optimizer_has_whole_state_once_it_is_loaded() -> None:
+def slow_claim_a_fresh_optimizer_has_whole_state_once_it_is_loaded() -> None:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     for plan in ("tp2", "pp2", "zero3"):

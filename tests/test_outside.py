@@ -85,7 +85,7 @@ def claim_two_forwards_before_one_backward() -> None:
     same(Logits, loss_of)
 
 
-def claim_every_call_may_use_other_outputs() -> None:
+def slow_claim_every_call_may_use_other_outputs() -> None:
     def loss_of(model: Any, number: int) -> Tensor:
         x, y = batch(8, number)
         out = model(x)

@@ -115,6 +115,7 @@ def test_rows_are_halved_down_to_one(nanogpt: tuple[Traced, dict[str, torch.Tens
     assert {need.rows for need in capped(needs, traced, 0.0)} == {1}
 
 
+@pytest.mark.slow
 def test_ways_to_split_of_which_no_row_fits_are_left_out_unless_none_would_be_left() -> None:
     model, batch = big_models.llama_405b()
     traced = trace(model, take_apart((), batch)[0], dtype=torch.bfloat16)

@@ -124,7 +124,7 @@ def slow_claim_what_is_saved_from_blocks_is_read_by_any_plan() -> None:
         assert found == pytest.approx(after, rel=1e-5), other.describe()
 
 
-def claim_weights_and_their_state_are_cut_n_times_n_ways() -> None:
+def slow_claim_weights_and_their_state_are_cut_n_times_n_ways() -> None:
     model = ap.parallelize(zoo.build("tiny"), plan=ring_plan("tiny", {"tp": 4}))
     opt = oracle.optimizer(model.parameters())
     model(**zoo.batch("tiny", 8)).backward()
@@ -143,7 +143,7 @@ def slow_claim_evaluation_follows_the_cut_of_the_parameters() -> None:
         assert float(oracle.loss_of(model.eval()(**batch))) == pytest.approx(trained, rel=1e-5)
 
 
-def claim_gpt2_matches_one_process() -> None:
+def slow_claim_gpt2_matches_one_process() -> None:
     _judge(numbers(["gpt2"], {"tp": 4}), {"tp": 4})
 
 

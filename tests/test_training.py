@@ -146,7 +146,7 @@ class _TwoMeans(nn.Module):
                 "half": 0.5 * self.mean(y), "rate": y.sum() * (1 / y.shape[0])}
 
 
-def claim_other_means_are_those_of_the_whole_batch_too() -> None:
+def slow_claim_other_means_are_those_of_the_whole_batch_too() -> None:
     x = torch.arange(48.0).reshape(6, 8) / 48
     plain = _TwoMeans()
     want = plain(x)
@@ -188,7 +188,7 @@ def claim_loss_fn_serves_models_that_return_logits() -> None:
         assert _near(model(x, target=y), want), degrees
 
 
-def claim_labels_may_be_the_same_tensor_as_the_inputs() -> None:
+def slow_claim_labels_may_be_the_same_tensor_as_the_inputs() -> None:
     ids = zoo.batch("llama", 4)["input_ids"]
     model, plain = _model("llama", TP2), zoo.build("llama")
     assert _near(model(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids).loss)
@@ -199,7 +199,7 @@ def claim_replicas_may_take_different_shares_and_borders() -> None:
     assert max(oracle.compare("gpt2", uneven, True).values()) <= oracle.TOLERANCE
 
 
-def claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
+def slow_claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()

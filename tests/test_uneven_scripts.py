@@ -185,7 +185,7 @@ def slow_claim_batch_statistics_need_a_row_in_every_replica_to_train_and_none_to
             assert near(model(x[:1]), plain(x[:1]))
 
 
-def claim_statistics_that_were_frozen_at_first_are_no_way_around() -> None:
+def slow_claim_statistics_that_were_frozen_at_first_are_no_way_around() -> None:
     for name in ("idle", "pp2 + pp1"):
         frozen = Net(norm=lambda size: nn.BatchNorm1d(size, track_running_stats=True))  # type: ignore[arg-type]
         frozen.norm.eval()

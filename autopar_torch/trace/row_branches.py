@@ -158,8 +158,6 @@ def _operator(name: str, turned: bool = False) -> Callable[..., Any]:
         made = (name, *(getattr(own, "made", own) for own in operands))
         if name in _ASKED:
             return _asked(made, value)
-        if name in ("mul", "add", "pow", "neg"):
-            return _number(made, value)
         if {value}.issuperset(at(made, n) for n in _FEW):  # `2 * n // n`
             return value
         exact = name == "floordiv" and not any(at(("mod", *made[1:]), n) for n in _FEW)
@@ -186,5 +184,5 @@ def _asked(made: Made, otherwise: Any) -> Any:
     num_rows, answers = _Asking.now
     answers[made] = answer = _answer(made, num_rows)
     if isinstance(answer, str):
-        raise ArithmeticError(f"{answer}, with {num_rows} rows")
+        raise ZeroDivisionError(f"of {num_rows} rows")
     return answer
