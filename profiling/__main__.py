@@ -63,7 +63,7 @@ SCRIPTS = {
                        "98 % of the cells exact, none wrong in silence",
                        "--only llama,bert,mixtral"),
     "discover": Script("coverage.discover", "twenty minutes, --quick two",
-                       "no op takes a second", "--only mamba,rwkv"),
+                       "no op takes a second", "--only mamba,rwkv,longformer"),
     "numbers": Script("trust.numbers", "half an hour, --quick a minute",
                       "1e-5 relative after three steps"),
     "faults": Script("trust.faults", "some minutes, --quick half of one",

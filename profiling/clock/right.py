@@ -1,22 +1,22 @@
 """Is the recommended plan the fastest of all that fit, each of them run?
 
-    python profiling right --quick          # one combination, plans that may be the best by far
+    python profiling right --quick          # one combination, a dozen plans
     python profiling right --json FILE      # all of them
 
 In each combination of model, batch, ranks and network `parallelize(model, confirm=8)` recommends,
 then every candidate of the search that fits is stepped in turn. Who is far behind after some rounds
 stops; the rest goes on, so the end is decided among the best. Regret: how much slower the
 recommended plan's step is than the best one's, median of the rounds and 95 % of resampled ones.
-With `--quick` only plans are run whose predicted step is at most half as long again as the best.
+With `--quick` only those are run whose predicted step is shortest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -32,22 +32,21 @@ CASES = [  # model, rows, ranks, network
     ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
 ]
 CUTOFFS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
-LIMIT, QUICK_FACTOR = 0.02, 1.5
+LIMIT, FEW = 0.02, 12
 
 
-def feasible(traced: Any, known: Any, rows: int, factor: float) -> list[Any]:
-    """Every candidate of the search that fits, each with its best borders, and is predicted to take
-    at most so many times as long as the best."""
+def feasible(traced: Any, known: Any, rows: int, most: int) -> list[Any]:
+    """Candidates of the search that fit, each with its best borders; at most so many, the quickest
+    by prediction."""
     from autopar_torch.profile import Lookup
     from autopar_torch.search.best import search
 
     result = search(traced.graph, known.options, Lookup(known.profile), rows, exhaustive=True,
                     kept=100_000)
-    most_s = factor * min(choice.step_s for choice in result.choices)
-    return [choice.plan for choice in result.choices if choice.step_s <= most_s]
+    return [choice.plan for choice in sorted(result.choices, key=lambda c: c.step_s)[:most]]
 
 
-def rank_main(model: str, rows: int, factor: float, out: str) -> None:
+def rank_main(model: str, rows: int, most: int, out: str) -> None:
     import torch.distributed as dist
 
     import autopar_torch as ap
@@ -71,7 +70,7 @@ def rank_main(model: str, rows: int, factor: float, out: str) -> None:
     cluster = cluster_of(chosen.world, traced.graph)
     known = choose.recall(traced, call, tensors, {}, chosen.world, chosen.device, cluster,
                           Constraints())
-    plans = feasible(traced, known, rows, factor)
+    plans = feasible(traced, known, rows, most)
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
     plans = [chosen.plan, *(plan for plan in plans if not same(plan, chosen.plan))]
     runners = [Side(partial(make, rows=rows), plan) for plan in plans]
@@ -127,16 +126,16 @@ def main() -> int:
     parser.add_argument("--rank-main", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_main:
-        model, rows, factor, out = args.rank_main
-        rank_main(model, int(rows), float(factor), out)
+        model, rows, most, out = args.rank_main
+        rank_main(model, int(rows), int(most), out)
         return 0
-    factor = str(QUICK_FACTOR if args.quick else math.inf)
+    most = str(FEW if args.quick else sys.maxsize)
     picked = [CASES[i] for i in args.case] or (CASES[:1] if args.quick else CASES)
     found = []
     for model, rows, world, network in picked:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.json"
-            start_ranks("right", ["--rank-main", model, str(rows), factor, str(out)], world,
+            start_ranks("right", ["--rank-main", model, str(rows), most, str(out)], world,
                         bits_per_s=NETWORKS[network])
             measured = json.loads(out.read_text())
         slower, best = regret(measured)

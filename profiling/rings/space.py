@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from torch import fx
 
 from autopar_torch.cluster import Device, Link
 from autopar_torch.plan import Sharding
+from autopar_torch.shard.eliminate import Table, minimum
 from autopar_torch.shard.estimate import estimate
 from autopar_torch.shard.layout import Split, Strategy, parse_forms, parts_of
-from autopar_torch.shard.price import Prices, param_costs, reduce_seconds
+from autopar_torch.shard.price import FORBIDDEN, Prices, param_costs, reduce_seconds
 from autopar_torch.shard.rules import op_name
 from autopar_torch.shard.solve import KindTable, read_out, tabulate
 from autopar_torch.shard.strategies import strategies
@@ -129,17 +130,24 @@ def _cuts_rows(node: fx.Node, strategy: Strategy) -> bool:
     return op_name(node) == "linear" and strategy.ins[0] in (Split(0), Split(1), Split(2))
 
 
-def steady(table: KindTable) -> dict[str, int]:
+def steady(table: KindTable) -> dict[Any, int]:
     """The forms of a layer among its like: it takes what it gives."""
-    same = [(i, j, table.solution.cost({"x0": i, "y0": j}))
-            for i, a in enumerate(table.borders["x0"]) for j, b in enumerate(table.borders["y0"])
-            if a == b]
-    x, y, _ = min(same, key=lambda found: found[2])
-    return {"x0": x, "y0": y}
+    alike = [[0.0 if a == b else FORBIDDEN for b in table.borders["y0"]]
+             for a in table.borders["x0"]]
+    return _least(table, (("x0", "y0"), np.array(alike)))
 
 
-def whole(table: KindTable) -> dict[str, int]:
-    return dict.fromkeys(table.borders, 0)
+def whole(table: KindTable) -> dict[Any, int]:
+    """Its borders are whole."""
+    return _least(table, *(((slot,), np.array([0.0] + [FORBIDDEN] * (len(forms) - 1)))
+                           for slot, forms in table.borders.items()))
+
+
+def _least(table: KindTable, *more: Table) -> dict[Any, int]:
+    """The best forms of the borders, and ways of what is left to the chain."""
+    sizes: dict[Any, int] = {slot: len(forms) for slot, forms in table.borders.items()}
+    best = minimum({**sizes, **table.left}, [*table.solution.tables, *more])
+    return {v: best.values[v] for v in table.solution.kept}
 
 
 def solved(graph: fx.Graph, mesh: tuple[int, ...], p: Prices, space: Space) -> Sharding:
