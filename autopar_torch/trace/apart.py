@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout, Split
@@ -28,7 +29,7 @@ from .row_numbers import counts_rows, picks_rows, written
 
 log = logging.getLogger("autopar_torch")
 CPU = torch.device("cpu")
-FEW_ROWS, MOST_ROWS, SEEDS, FEW_CONSTS = 4, 2000, range(3), 64
+FEW_ROWS, MOST_ROWS, MOST_ELEMENTS, SEEDS, FEW_CONSTS = 4, 2000, 1 << 24, range(3), 64
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
 _VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
 ByName = dict[str, Any]
@@ -53,6 +54,8 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
             known = {n.name: value for n in graph.find_nodes(op="placeholder")
                      if (value := consts.get(sources[n.name].name)) is not None}
             num_rows = enough_rows(graph, known, least_rows)
+            if num_rows > FEW_ROWS and _size(graph, num_rows) > MOST_ELEMENTS:
+                raise ValueError(f"{num_rows} rows are too large to be tried")
             splits = (1, num_rows - 1), (num_rows // 2, num_rows - num_rows // 2)
             for seed, cut in itertools.product(SEEDS, splits):  # few numbers may be alike by chance
                 draw = torch.Generator().manual_seed(seed)
@@ -65,20 +68,28 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
     return frozenset(n.name for nodes in found for n in nodes)
 
 
+def _size(graph: fx.Graph, num_rows: int) -> int:
+    """The elements of its largest value."""
+    infos = (info for n in graph.nodes for info in tree_leaves(info_of(n)) if info is not None)
+    return max((torch.Size(info.at(num_rows)).numel() for info in infos), default=0)
+
+
 def enough_rows(graph: fx.Graph, consts: Mapping[str, Tensor], least: int) -> int:
     """So many that the numbers of rows which are written in it, as in `x[4:]`, are among theirs."""
-    numbered, found = set[fx.Node](), [least / 2]
-    known = {n: consts[n.name] for n in graph.nodes if n.name in consts}
+    numbered, found = set[fx.Node](), list[float]()
+    known = {n: float(value.detach().double().abs().max()) for n in graph.nodes
+             if (value := consts.get(n.name)) is not None
+             and 0 < value.numel() <= FEW_CONSTS and not value.is_complex()}
     for node in graph.nodes:
         given = [known[arg] for arg in node.all_input_nodes if arg in known]
         if counts_rows(node) or not numbered.isdisjoint(node.all_input_nodes):
             numbered.add(node)
-            found += [float(x.abs().max()) for x in given if 0 < x.numel() < FEW_CONSTS]
+            found += given
         elif given and len(node.all_input_nodes) == 1:
             known[node] = given[0]  # a copy, or another type or shape
     found += [abs(number) for node, _, number, is_value in written(graph)
               if (is_value and node in numbered) or picks_rows(node)]
-    most = max(number for number in found if number < ROWS // 2)
+    most = max([least / 2, *(number for number in found if number < ROWS // 2)])
     if most > MOST_ROWS:
         raise ValueError(f"{most:g} rows are too many to be tried")
     return max(FEW_ROWS, 2 * math.ceil(most) + 2 if most > 1 else 0)
