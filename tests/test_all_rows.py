@@ -23,7 +23,7 @@ from autopar_torch.plan import Plan, Replica, Stage
 from autopar_torch.trace import trace
 from autopar_torch.trace.call import take_apart
 from autopar_torch.trace.row_branches import asking, holds
-from autopar_torch.trace.row_numbers import may_be_of_rows
+from autopar_torch.trace.row_numbers import is_of_rows, may_be_of_rows
 from ranks import run_ranks
 
 ROWS = 8, 7, 5  # of each step
@@ -356,3 +356,10 @@ def test_a_single_row_is_no_branch_where_a_size_of_1_is_looked_for() -> None:
                  for n in (1, 9))
     assert holds(many.answers, 2) and not holds(many.answers, 1) and not holds(one.answers, 2)
     assert any("expand" in str(graph) for graph in one.programs.values())
+
+
+def test_what_this_package_asks_is_answered_as_for_the_trace() -> None:
+    answers = dict[Any, Any]()
+    with asking(8, ROWS_OF_A_TRACE, answers):
+        size = torch.empty(ROWS_OF_A_TRACE, 1, device="meta").shape[0]
+        assert is_of_rows(size) and not answers

@@ -27,6 +27,7 @@ Answers = dict[Made, Any]  # what was asked -> the answer
 _N = ("n",)
 _FEW = range(1, 65)  # numbers of rows that are tried
 _TORCH = torch.__file__.rsplit("/", 1)[0]
+_NO_MODEL = (f"{_TORCH}/", f"{__file__.rsplit('/', 2)[0]}/")  # who asks here means the trace
 _BETWEEN = (__file__, f"{_TORCH}/_export/non_strict_utils.py")  # whose `min` and `max` those are
 _SIZES = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement])  # type: ignore[attr-defined]
 _LATER = ("add", "sub", "mul", "truediv", "pow", "neg", "pos", "abs")  # nobody has to know yet
@@ -179,7 +180,7 @@ def _asked(made: Made, otherwise: Any) -> Any:
     frame = sys._getframe(1)
     while frame.f_code.co_filename in _BETWEEN and frame.f_back:
         frame = frame.f_back
-    if _Asking.now is None or frame.f_code.co_filename.startswith(_TORCH):
+    if _Asking.now is None or frame.f_code.co_filename.startswith(_NO_MODEL):
         return otherwise
     num_rows, answers = _Asking.now
     answers[made] = answer = _answer(made, num_rows)
