@@ -51,11 +51,11 @@ def test_many_damaged_files_and_command_lines_are() -> None:
 
 
 def test_edited_shardings_are_right_or_refused() -> None:
-    found = run_ranks(2, "edits:try_edits", list(range(0, 75, 5)))  # of one model
+    found = run_ranks(2, "edits:try_edits", list(range(0, 75, 3)))  # of one model
     for result in found:
         assert result["bad"] == []
         assert "under sharding" in result["caught"] and "is off by" in result["caught"]
-        assert result["counts"]["right"] > 1 and result["counts"]["refused"] > 4
+        assert result["counts"]["right"] > 3 and result["counts"]["refused"] > 8
 
 
 @pytest.mark.slow
