@@ -151,8 +151,9 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             if count == 1:
                 return Shares(places=dict.fromkeys(whole.ends))
             if all(end.isfinite().all() for end in whole.ends.values()):
-                small = sum(kept) * call.num_rows <= MOST_BYTES * count
-                return trial.judged(rows, _as_type(tensors, dtype), labels, small)
+                more = count < call.num_rows and sum(kept) * call.num_rows <= MOST_BYTES * count
+                return trial.judged(rows, tensors, labels,
+                                    [_as_type(tensors, dtype)] if more else [])
     if count > 1:
         log.warning("whether rows depend on each other could not be tried on %d rows", count)
     return Shares()
@@ -169,14 +170,13 @@ class _RowsTrial:
         self.growing, self.unknown = set[int](), set[int]()
 
     def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels,
-               small: bool) -> Shares:
+               more: list[list[Tensor]]) -> Shares:
         inside = "loss" in self.run(rows).ends
         ignored = sorted({*IGNORED, *labels.ignored})
         counts = list(_counts(self.call, rows, ignored)) if inside else [MeanOver(summed=True)]
         changed = [rows, [_far(t, r) for t, r in zip(rows, self.call.rows, strict=True)]]
         changed += _left_out(self.call, rows, tensors, ignored, labels) if inside else []
-        changed += [tensors] if small else []
-        for given in changed:
+        for given in (*changed, *more):
             why, counts = self._apart(given, counts)
             if why:
                 return Shares(why)

@@ -117,9 +117,10 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
     note_factors(main)
-    pieces = cut(flat, main, captured.sources)
-    row_numbers.refuse_odd(pieces, odd)
-    return [dataclasses.replace(piece, odd=frozenset(odd)) for piece in pieces], flat
+    pieces = [dataclasses.replace(piece, odd=frozenset(odd))
+              for piece in cut(flat, main, captured.sources)]
+    row_numbers.refuse_odd(pieces)
+    return pieces, flat
 
 
 def _plain(captured: Captured) -> fx.Graph:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout, Split
@@ -24,7 +23,7 @@ from ..shard.rows import at_batch
 from ..shard.rules import is_mutable, op_name
 from .blocks import TracedBlock
 from .capture import InputSource
-from .clean import info_of
+from .clean import info_of, largest
 from .row_numbers import counts_rows, picks_rows, written
 
 log = logging.getLogger("autopar_torch")
@@ -54,7 +53,8 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
             known = {n.name: value for n in graph.find_nodes(op="placeholder")
                      if (value := consts.get(sources[n.name].name)) is not None}
             num_rows = enough_rows(graph, known, least_rows)
-            if num_rows > FEW_ROWS and _size(graph, num_rows) > MOST_ELEMENTS:
+            if num_rows > FEW_ROWS and any(
+                    largest(n, num_rows) > MOST_ELEMENTS for n in graph.nodes):
                 raise ValueError(f"{num_rows} rows are too large to be tried")
             splits = (1, num_rows - 1), (num_rows // 2, num_rows - num_rows // 2)
             for seed, cut in itertools.product(SEEDS, splits):  # few numbers may be alike by chance
@@ -66,12 +66,6 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
         log.debug("the prologue does not run on made-up rows: %s", error)
         found.append([n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))])
     return frozenset(n.name for nodes in found for n in nodes)
-
-
-def _size(graph: fx.Graph, num_rows: int) -> int:
-    """The elements of its largest value."""
-    infos = (info for n in graph.nodes for info in tree_leaves(info_of(n)) if info is not None)
-    return max((torch.Size(info.at(num_rows)).numel() for info in infos), default=0)
 
 
 def enough_rows(graph: fx.Graph, consts: Mapping[str, Tensor], least: int) -> int:

@@ -33,10 +33,20 @@ def info_of(node: fx.Node) -> Any:
     return node.meta.get("info")
 
 
+def each_info(info: Any) -> list[TensorInfo]:
+    """Of one value, or of several; nothing of what is no tensor."""
+    infos = info if isinstance(info, tuple) else (info,)
+    return [own for own in infos if isinstance(own, TensorInfo)]
+
+
 def has_rows(info: Any) -> bool:
     """Whether a value, or one of several, grows with the batch."""
-    infos = info if isinstance(info, tuple) else (info,)
-    return any(i.rows_dim is not None for i in infos if i is not None)
+    return any(i.rows_dim is not None for i in each_info(info))
+
+
+def largest(node: fx.Node, num_rows: int) -> int:
+    """Elements of the largest that it makes, for so many rows."""
+    return max((torch.Size(i.at(num_rows)).numel() for i in each_info(info_of(node))), default=0)
 
 
 def _info(value: Any) -> Any:

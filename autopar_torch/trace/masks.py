@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from ..shard.rules import ShapedOp, has_tag, is_mutable, op_name
 from .apart import run
 from .blocks import SEEDED
-from .clean import info_of
+from .clean import info_of, largest
 from .tiles import Tiles
 
 log = logging.getLogger("autopar_torch")
@@ -80,7 +80,7 @@ def _is_causal(mask: fx.Node, lengths: tuple[int, int], known: Fixed) -> bool | 
 
 def _meaning(graph: fx.Graph, given: dict[str, Tensor], mask: fx.Node,
              lengths: tuple[int, int]) -> bool | None:
-    large = {node.name for node in graph.nodes if _num_elements(node) > MOST_ELEMENTS}
+    large = {node.name for node in graph.nodes if largest(node, NUM_ROWS) > MOST_ELEMENTS}
     if large:
         return _by_tiles(Tiles(graph, given, NUM_ROWS, large, lengths))
     shown, hidden = _says(run(graph, given, NUM_ROWS, {mask.name})[mask.name])
@@ -141,11 +141,6 @@ def _behind(mask: fx.Node, known: Fixed) -> tuple[fx.Graph, dict[str, Tensor]] |
         if node in made:
             made[node].name, made[node].meta = node.name, node.meta
     return graph, {node.name: value for node, value in leaves.items() if node not in inner}
-
-
-def _num_elements(node: fx.Node) -> int:
-    infos = info_of(node) if isinstance(info_of(node), tuple) else (info_of(node),)
-    return max((torch.Size(info.at(NUM_ROWS)).numel() for info in infos if info), default=0)
 
 
 def _blank(node: fx.Node) -> Tensor:

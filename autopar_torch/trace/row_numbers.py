@@ -25,7 +25,7 @@ from ..model import ROWS, TensorInfo
 from ..shard.loss_sums import made_of_rows, number_of_rows
 from ..shard.rules import op_name
 from .blocks import TracedBlock
-from .clean import has_rows, info_of
+from .clean import each_info, has_rows, info_of
 from .losses import rows_in
 
 OTHER_ROWS = 720_720  # divides by all up to 16, and `ROWS` by none: `n // 2` is no formula
@@ -231,9 +231,8 @@ def settle(graph: fx.Graph, consts: Mapping[fx.Node, Tensor], batch: list[fx.Nod
 
 def _sizes(graph: fx.Graph) -> Iterator[int]:
     for node in graph.nodes:
-        infos = info_of(node)
-        for info in infos if isinstance(infos, tuple) else (infos,):
-            yield from info.shape if isinstance(info, TensorInfo) else ()
+        for info in each_info(info_of(node)):
+            yield from info.shape
 
 
 def _differ(number: float, twin: float) -> bool:
@@ -241,12 +240,12 @@ def _differ(number: float, twin: float) -> bool:
     return number != twin and _apart(number, ROWS) != _apart(twin, OTHER_ROWS)
 
 
-def refuse_odd(pieces: Sequence[TracedBlock], odd: set[int]) -> None:
+def refuse_odd(pieces: Sequence[TracedBlock]) -> None:
     """Such sizes are known inside of a block only."""
     for piece in pieces:
         for slot in (*piece.inputs, *piece.outputs):
-            if found := odd.intersection(piece.infos[slot].shape):
-                raise _refusal(f"a size of what {piece.name} takes or hands on, {found.pop()} of "
+            if found := piece.odd.intersection(piece.infos[slot].shape):
+                raise _refusal(f"a size of what {piece.name} takes or hands on, {min(found)} of "
                                f"{ROWS} rows,", piece.name)
 
 

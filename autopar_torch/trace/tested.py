@@ -23,7 +23,7 @@ from ..shard.rules import ShapedOp, flops, has_tag, is_mutable, op_name
 from ..shard.strategies import strategies
 from . import apart, shares, together
 from .blocks import SEEDED, TracedBlock, Traits, carried, signature, traits
-from .clean import has_rows, info_of
+from .clean import each_info, has_rows, info_of
 from .together import between, copied, leaving
 
 log = logging.getLogger("autopar_torch")
@@ -229,7 +229,7 @@ def _small(graph: fx.Graph, num_rows: int) -> Iterator[fx.Graph]:
     for step, unit in ways:
         made = _shrunk(graph, unit, step)
         size = sum(torch.Size(i.at(num_rows)).numel()
-                   for n in made.nodes for i in _infos(info_of(n)))
+                   for n in made.nodes for i in each_info(info_of(n)))
         work = sum(flops(n) for n in made.nodes if n.op == "call_function") / ROWS
         if work <= MOST_FLOPS and size <= MOST_ELEMENTS and (
                 step == 1 or _fits(made, num_rows)):
@@ -241,10 +241,6 @@ def _chance(node: fx.Node) -> list[int]:
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema and has_tag(node, SEEDED) else []
     return [i for i, name in enumerate(names) if name in ("p", "dropout", "dropout_p")]
-
-
-def _infos(info: Any) -> list[TensorInfo]:
-    return [i for i in (info if isinstance(info, tuple) else (info,)) if i is not None]
 
 
 def _shrunk(graph: fx.Graph, unit: int, step: int) -> fx.Graph:

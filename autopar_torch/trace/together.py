@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any
 
 from torch import fx
@@ -20,7 +20,7 @@ from ..shard.rows import rows_dim
 from ..shard.rules import has_tag, is_mutable, op_name
 from ..shard.together import Together
 from .blocks import SEEDED, TracedBlock, signature
-from .clean import aten, info_of
+from .clean import aten, each_info, info_of
 from .shares import Flow
 
 
@@ -55,8 +55,8 @@ def _tangle(piece: TracedBlock, node: fx.Node) -> list[fx.Node]:
     more = {node}
     while more - inside:
         inside = between(piece.graph, list(inside | more))
-        near = {value for n in inside for value in (n, *n.all_input_nodes)
-                if _is_tangled(value) or not piece.odd.isdisjoint(chain(*_shapes(value)))}
+        near = {value for n in inside for value in (n, *n.all_input_nodes) if _is_tangled(value)
+                or any(piece.odd.intersection(i.shape) for i in each_info(info_of(value)))}
         more = {n for value in near for n in (value, *value.users) if n.op == "call_function"}
     return [n for n in piece.graph.nodes if n in inside]
 
@@ -80,13 +80,8 @@ def tangled(prologue: fx.Graph, mixed: Collection[str], placed: Collection[str],
 
 
 def _is_tangled(node: fx.Node) -> bool:
-    return any(sum(s % ROWS == 0 for s in shape if s) > 1 or any(s and s % ROWS**2 == 0
-               for s in shape) for shape in _shapes(node))
-
-
-def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    infos = info_of(node)
-    return [i.shape for i in (infos if isinstance(infos, tuple) else (infos,)) if i is not None]
+    return any(sum(s % ROWS == 0 for s in i.shape if s) > 1 or any(s and s % ROWS**2 == 0
+               for s in i.shape) for i in each_info(info_of(node)))
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ CASES = [  # model, rows, ranks, network
     ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
 ]
 CUTOFFS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
-LIMIT, FEW = 0.02, 12
+LIMIT, FEW, ALL = 0.02, 12, 100_000
 
 
 def feasible(traced: Any, known: Any, rows: int, most: int) -> list[Any]:
@@ -42,8 +41,8 @@ def feasible(traced: Any, known: Any, rows: int, most: int) -> list[Any]:
     from autopar_torch.search.best import search
 
     result = search(traced.graph, known.options, Lookup(known.profile), rows, exhaustive=True,
-                    kept=100_000)
-    return [choice.plan for choice in sorted(result.choices, key=lambda c: c.step_s)[:most]]
+                    kept=most)
+    return [choice.plan for choice in result.choices]
 
 
 def rank_main(model: str, rows: int, most: int, out: str) -> None:
@@ -129,7 +128,7 @@ def main() -> int:
         model, rows, most, out = args.rank_main
         rank_main(model, int(rows), int(most), out)
         return 0
-    most = str(FEW if args.quick else sys.maxsize)
+    most = str(FEW if args.quick else ALL)
     picked = [CASES[i] for i in args.case] or (CASES[:1] if args.quick else CASES)
     found = []
     for model, rows, world, network in picked:
