@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import autopar_torch as ap
 from autopar_torch import api
 from autopar_torch.run import world
 from autopar_torch.shard.collectives import backend_of
+from ranks import run_ranks
 
 CUDA = torch.device("cuda", 0)
 
@@ -65,3 +69,49 @@ def test_full_float32_on_a_gpu_is_named(
     with caplog.at_level(logging.WARNING):
         api._tell_precision(precision, device)
     assert ("TF32" in caplog.text) == warned
+
+
+class Mixed(nn.Module):
+    """Rows are told apart by a trial, and masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x.masked_fill(x > 1, 0.0)).cumsum(1)
+        return nn.functional.mse_loss(x - x.mean(0), y)
+
+
+def train_where_tensors_are_made_elsewhere(*plans: dict[str, Any]) -> list[list[list[float]]]:
+    """Losses in one process, and of the library where the default device has no numbers."""
+    found = []
+    for plan in plans:
+        torch.manual_seed(0)
+        plain, batch = Mixed(), (torch.randn(8, 16), torch.randn(8, 16))
+        given = copy.deepcopy(plain)
+        torch.set_default_device("meta")
+        model = ap.parallelize(given, plan=ap.Plan.uniform(**plan))
+        found.append([_losses(model, batch), _losses(plain, batch)])
+        model.state_dict()
+        torch.set_default_device(None)
+    return found
+
+
+def _losses(model: nn.Module, batch: tuple[Tensor, ...]) -> list[float]:
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.01), []
+    for _ in range(3):
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_a_default_device_of_the_script_is_none_of_the_librarys() -> None:
+    plans = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}]
+    for own in run_ranks(2, "test_devices:train_where_tensors_are_made_elsewhere", *plans):
+        for got, want in own:
+            assert got == pytest.approx(want, rel=1e-5)

@@ -38,7 +38,7 @@ def _there_and_back(pair: tuple[int, int], rank: int) -> float:
     """Seconds of the quickest of some messages to the other one and back. The first rank says in
     each whether it is the last; a rank that somebody keeps from its core answers late at times."""
     first, other = rank == pair[0], pair[rank == pair[0]]
-    message, found, begun = torch.zeros(BYTES // 4), math.inf, time.perf_counter()
+    message, found, begun = torch.zeros(BYTES // 4, device="cpu"), math.inf, time.perf_counter()
     for count in itertools.count(1):
         start = time.perf_counter()
         message[0] = float(count >= TIMES and start - begun > LEAST_S)

@@ -174,9 +174,10 @@ def _to_and_fro(sent: Tensor, axis: Axis, first: int,
 
 def computing(device: torch.device, rows: int = ROWS) -> Callable[[], None]:
     """Forward and backward of some layers."""
-    layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
-              nn.LayerNorm(WIDTH)]
-    block, x = nn.Sequential(*layers * DEPTH).to(device), torch.ones(rows, WIDTH, device=device)
+    with device:
+        layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH),
+                  nn.LayerNorm(WIDTH)]
+        block, x = nn.Sequential(*layers * DEPTH), torch.ones(rows, WIDTH)
     return lambda: block(x).sum().backward()
 
 

@@ -203,7 +203,7 @@ class Session:
         table = torch.zeros(len(self.cluster.classes), width + 1, dtype=torch.float64,
                             device=self.device)
         if own is not None and counts:
-            table[self.cluster.class_of[rank]] = torch.tensor([*own, 1.0])
+            table[self.cluster.class_of[rank]] = torch.tensor([*own, 1.0], device=self.device)
         rows = self.places.sum(table).tolist()
         return [[x / row[-1] for x in row[:-1]] if row[-1] else [] for row in rows]
 

@@ -38,7 +38,7 @@ def digest(*parts: object) -> int:
 
 def ask(world: World, number: int) -> Callable[[], bool]:
     """Start comparing a number over all ranks; the result waits and tells whether it is equal."""
-    pair = torch.tensor([number, -number])
+    pair = torch.tensor([number, -number], device="cpu")
     works = world.start_max(pair)
 
     def alike() -> bool:

@@ -44,7 +44,7 @@ class Drift:
             self.shared = sorted(part for part, ranks in count.items() if ranks > 1)
         sums = {part: checksum(own[part].tensor) for part in self.shared if part in own}
         bounds = torch.tensor([[sign * sums[part] if part in sums else _NOT_HERE
-                                for part in self.shared] for sign in (1, -1)])
+                                for part in self.shared] for sign in (1, -1)], device="cpu")
         arrive(self.world.start_max(bounds))
         most, least = bounds.tolist()
         apart = [p for p, a, b in zip(self.shared, most, least, strict=True) if a != -b]

@@ -127,7 +127,7 @@ class _Initialiser:
 def _nan_like(tensor: Tensor) -> Tensor:
     """A real tensor that shows if nobody filled it."""
     fill = float("nan") if tensor.is_floating_point() else 0
-    return torch.full(tensor.shape, fill, dtype=tensor.dtype)
+    return torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
 
 
 def _reader(world: World, path: Path) -> Reader:

@@ -139,7 +139,7 @@ def _plain_part(store: ParamStore, place: KeptAt, value: Any) -> Any:
 def _let_go(store: ParamStore, own_optimizers: Sequence[Optimizer], found: Everything) -> None:
     """From now on only `found` has what will move, so that it is released when it has moved."""
     for held in store.held.values():
-        held.leaf.data = torch.empty(0)  # whoever else knows it
+        held.leaf.data = torch.empty(0, device="cpu")  # whoever else knows it
     for place, (kept, _) in found.items():
         param = store.tensors[place.param]
         if place.optimizer < 0:

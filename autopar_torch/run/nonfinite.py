@@ -61,7 +61,7 @@ class NonFinite:
 def _on_its_way(step: int, values: Tensor, rows: tuple[Rows, ...]) -> _Seen:
     if not values.is_cuda:
         return _Seen(step, values, rows, None)
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     there.copy_(values, non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record()

@@ -38,7 +38,7 @@ class Held:
     tensor: Tensor  # the user's object
     axis: Axis | None
     shape: tuple[int, ...]  # full
-    leaf: Tensor = field(default_factory=lambda: torch.empty(0))
+    leaf: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     dtype: torch.dtype = torch.float32
 
     @property

@@ -251,7 +251,7 @@ class Checkpoint:
 
     def whole(self, name: str) -> Tensor:
         stored = self.manifest.tensors[name]
-        value = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        value = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
         for target, source in self.copies(name, ((0,) * len(stored.shape), stored.shape), value):
             target.copy_(source)
         return value

@@ -156,7 +156,7 @@ class TensorFile:
             raise damaged(f"{key!a} is not there as {kind} {shape}", self.path)
         dtype, (begin, end) = DTYPES[slot.dtype], slot.data_offsets
         if begin == end:
-            return torch.empty(slot.shape, dtype=dtype)
+            return torch.empty(slot.shape, dtype=dtype, device="cpu")
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin,
                                offset=self.begin + begin)
         raw = raw.clone() if (self.begin + begin) % dtype.itemsize else raw

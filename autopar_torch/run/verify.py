@@ -158,8 +158,8 @@ def _random(slot: str, info: TensorInfo, trial: _Trial) -> Tensor:
 
 
 def _numbers(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(tuple(shape), generator=draw).to(device=device, dtype=dtype)
+    draw = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(tuple(shape), generator=draw, device="cpu").to(device=device, dtype=dtype)
 
 
 def _calm(graph: fx.Graph) -> fx.Graph:

@@ -172,8 +172,8 @@ class World:
         """Each rank's bytes, in rank order."""
         if self.size == 1:
             return [data]
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.words)
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], device="cpu"), group=self.words)
         longest = max(1, int(max(lengths)))
         mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
@@ -199,9 +199,9 @@ class World:
         """The bytes of rank 0 on every rank."""
         if self.size == 1:
             return data
-        length = torch.tensor([len(data)])
+        length = torch.tensor([len(data)], device="cpu")
         dist.broadcast(length, 0, group=self.words)
-        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        buffer = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(buffer, 0, group=self.words)

@@ -231,7 +231,7 @@ def _linears(graph: fx.GraphModule, like: Sequence[Tensor]) -> list[_Factors]:
     names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     shapes = _Shapes(graph)
     with torch.no_grad():
-        shapes.run(*like, *[torch.empty(())] * (len(names) - len(like)))
+        shapes.run(*like, *[torch.empty((), device="cpu")] * (len(names) - len(like)))
     return [_Factors(names.index(node.args[1].name), node.args[3], shapes.of[node.args[0].name],
                      shapes.of[node.name]) for node in found]
 

@@ -58,7 +58,7 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedB
                 raise ValueError(f"{num_rows} rows are too large to be tried")
             splits = (1, num_rows - 1), (num_rows // 2, num_rows - num_rows // 2)
             for seed, cut in itertools.product(SEEDS, splits):  # few numbers may be alike by chance
-                draw = torch.Generator().manual_seed(seed)
+                draw = torch.Generator("cpu").manual_seed(seed)
                 given = {n.name: made_up(info_of(n), known.get(n.name), draw, num_rows)
                          for n in graph.find_nodes(op="placeholder")}
                 found.append(_apart(graph, own, rowless, given, cut))
@@ -146,8 +146,8 @@ def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator,
     if known is not None:
         return known.detach().to("cpu", dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(dtype)
 
 
 def _without_others(prologue: fx.Graph, asked: Sequence[fx.Node]) -> fx.Graph:

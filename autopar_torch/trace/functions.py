@@ -119,8 +119,8 @@ def _made_up(args: tuple[Any, ...], change: Callable[[Tensor], Tensor],
     def made(x: Tensor) -> Tensor:
         shape = [at_rows(image[size], NUM_ROWS) for size in x.shape]
         if x.is_floating_point():
-            return scale * change(torch.randn(shape, dtype=torch.float64))
-        return torch.randint(0, 2, shape).to(x.dtype)
+            return scale * change(torch.randn(shape, dtype=torch.float64, device="cpu"))
+        return torch.randint(0, 2, shape, device="cpu").to(x.dtype)
 
     return [made(x) if isinstance(x, Tensor) else x for x in args]
 

@@ -46,7 +46,7 @@ def settle(graph: fx.Graph, known: Fixed) -> None:
 
 def all_ones(node: fx.Node) -> Tensor:
     """The value of an input that is known to hold ones only."""
-    return torch.ones(info_of(node).at(NUM_ROWS), dtype=_dtype(node))
+    return torch.ones(info_of(node).at(NUM_ROWS), dtype=_dtype(node), device="cpu")
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -93,7 +93,7 @@ def _by_tiles(tiles: Tiles) -> bool | None:
     shown, hidden = map(torch.logical_and, *map(_says, tiles.bounds()))
     if shown.all():
         return False
-    ahead = torch.ones(shown.shape[-2:], dtype=torch.bool).triu(1)
+    ahead = torch.ones(shown.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
     if not (shown | ~ahead.mT).all() or not (hidden | ~ahead).all():
         return None
     found = map(_says, tiles.on_diagonal())
@@ -145,7 +145,7 @@ def _behind(mask: fx.Node, known: Fixed) -> tuple[fx.Graph, dict[str, Tensor]] |
 
 def _blank(node: fx.Node) -> Tensor:
     """Of the right shape, without memory for it."""
-    return torch.zeros((), dtype=_dtype(node)).expand(info_of(node).at(NUM_ROWS))
+    return torch.zeros((), dtype=_dtype(node), device="cpu").expand(info_of(node).at(NUM_ROWS))
 
 
 def _unmask(node: fx.Node, causal: bool) -> None:

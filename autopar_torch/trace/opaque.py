@@ -195,8 +195,8 @@ def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
 
 def _made_up(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(sizes, dtype=dtype)
-    return torch.randint(0, 2, sizes).to(dtype)
+        return torch.randn(sizes, dtype=dtype, device="cpu")
+    return torch.randint(0, 2, sizes, device="cpu").to(dtype)
 
 
 def _traced(own: OpaqueModule, few: int, more: int, num_rows: int) -> int:

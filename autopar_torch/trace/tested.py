@@ -307,13 +307,13 @@ def _far(value: Tensor) -> Tensor:
 def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], seed: int,
            change: Any) -> str:
     """What of the whole is not that of the parts; an error if the whole does not run."""
-    draw, graph = torch.Generator().manual_seed(seed), _as_type(region.graph, dtype)
+    draw, graph = torch.Generator("cpu").manual_seed(seed), _as_type(region.graph, dtype)
     infos = {n.name: info_of(n) for n in graph.nodes}
     given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw, region.num_rows)
              for n in graph.find_nodes(op="placeholder")}
     given = {n: change(v) if has_rows(infos[n]) else v for n, v in given.items()}
     whole = _RegionRun(region, graph, given, region.num_rows, {})
-    cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64).to(v.dtype)
+    cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64, device="cpu").to(v.dtype)
             for n, v in whole.outs.items()}
     whole.differentiate(cots)
     if not all(v.isfinite().all() for v in (*whole.outs.values(), *whole.grads.values())):
@@ -344,7 +344,7 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
 
 def _in_two(whole: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two addends, of no common factor: a norm is the sum of those of `0.3 * x` and `0.7 * x`."""
-    shares = torch.randn(whole.shape, generator=draw, dtype=torch.float64) + 0.5
+    shares = torch.randn(whole.shape, generator=draw, dtype=torch.float64, device="cpu") + 0.5
     first = (whole * shares).to(whole.dtype)
     return first, whole - first
 
@@ -403,6 +403,6 @@ def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, same: bool,
         *parts] if same else [torch.stack(list(parts)).sum(0)]
     if whole.dtype == torch.bool:
         return all(torch.equal(whole, one) for one in rounds)
-    size = whole.double().abs().max() if whole.numel() else torch.zeros(())
+    size = whole.double().abs().max() if whole.numel() else 0.0
     return all(one.shape == whole.shape and bool(((one.double() - whole.double()).abs()
                <= limit * (size + 1e-30) + noise).all()) for one in rounds)

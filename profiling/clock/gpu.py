@@ -48,8 +48,10 @@ def made(size: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
-def stepped(model: Any, batch: dict[str, torch.Tensor], autocast: bool) -> dict[str, float]:
-    """Seconds of a step and the peak of its memory."""
+def stepped(model: Any, batch: dict[str, torch.Tensor], autocast: bool,
+            micro_batches: int = 1) -> dict[str, float]:
+    """Seconds of a step and the peak of its memory; `micro_batches`: one after the other, by
+    hand."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -60,15 +62,19 @@ def stepped(model: Any, batch: dict[str, torch.Tensor], autocast: bool) -> dict[
         peaks[phase] = max(peaks[phase], float(torch.cuda.max_memory_allocated()))
         torch.cuda.reset_peak_memory_stats()
 
+    rows = len(batch["input_ids"]) // micro_batches
+    parts = [{k: v[i * rows : (i + 1) * rows] for k, v in batch.items()}
+             for i in range(micro_batches)]
     for _ in range(WARM + TRIED):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = model(**batch).loss
-        done("forward")
-        loss.backward()
-        done("backward")
+        for part in parts:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = model(**part).loss / micro_batches
+            done("forward")
+            loss.backward()
+            done("backward")
         optimizer.step()
         done("update")
         optimizer.zero_grad()
@@ -82,20 +88,25 @@ def stepped(model: Any, batch: dict[str, torch.Tensor], autocast: bool) -> dict[
             "held_bytes": float(torch.cuda.memory_allocated())}
 
 
-def hf(size: str, compiled: bool) -> dict[str, float]:
+def hf(size: str, compiled: bool, micro_batches: int = 1) -> dict[str, float]:
     import torch
 
     model, batch = made(size)
-    return stepped(torch.compile(model) if compiled else model, batch, autocast=True)
+    own = torch.compile(model) if compiled else model
+    return stepped(own, batch, autocast=True, micro_batches=micro_batches)
 
 
-def ours(size: str, micro_batches: int, recompute: bool) -> dict[str, float]:
+def ours(size: str, micro_batches: int, recompute: bool, compiled: bool) -> dict[str, float]:
     import autopar_torch as ap
 
     model, batch = made(size)
     plan = ap.Plan.uniform(num_micro_batches=micro_batches, recompute=recompute,
                            precision="bfloat16")
-    return stepped(ap.parallelize(model, batch, plan=plan), batch, autocast=False)
+    start = time.perf_counter()
+    own = ap.parallelize(model, batch, plan=plan, compile=compiled)
+    start_s = time.perf_counter() - start
+    return {**stepped(own, batch, autocast=False), "start_s": start_s,
+            "kinds": len(own.plan.compiled)}
 
 
 def predicted(size: str, folder: Path) -> dict[str, Any]:
@@ -163,7 +174,8 @@ def main() -> int:
     parser = argparse.ArgumentParser("profiling gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--compiled", action="store_true", help="also HF compiled: a minute more")
+    parser.add_argument("--compiled", action="store_true",
+                        help="also HF's model and ours compiled: two minutes more")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -185,13 +197,16 @@ def main() -> int:
 
     tried("hf", lambda: hf(size, False))
     for count, recompute in VARIANTS:
-        tried(f"ours {count} {recompute}", lambda c=count, r=recompute: ours(size, c, r))
+        tried(f"ours {count} {recompute}", lambda c=count, r=recompute: ours(size, c, r, False))
+    tried("hf in 8", lambda: hf(size, False, 8))
     tried("host", lambda: host(size))
     print(found["host"].get("profile", ""))
     tried("kernels", lambda: kernels(size))
     tried("predicted", lambda: predicted(size, Path(".")))
     if options.compiled:
         tried("hf compiled", lambda: hf(size, True))
+        tried("ours compiled", lambda: ours(size, 1, False, True))
+        tried("ours compiled in 8", lambda: ours(size, 8, False, True))
     if options.json:
         options.json.write_text(json.dumps(found))
     return int(not told(found))
@@ -211,8 +226,10 @@ def told(found: dict[str, Any]) -> bool:
               f"{own['step_s'] * 1e3:.1f} ms, predicted {step:+.1%}; "
               f"{own['peak_bytes'] / 2**30:.2f} GiB, predicted {peak:+.1%}")
         good = good and abs(step) <= STEP_OFF and abs(peak) <= BYTES_OFF
-    for name in ("hf", "hf compiled"):
-        if "tokens_per_s" in found.get(name, {}) and "tokens_per_s" in found["ours 1 False"]:
-            ratio = found["ours 1 False"]["tokens_per_s"] / found[name]["tokens_per_s"]
-            print(f"tokens/s beside {name}: {ratio:.2f}")
+    pairs = [("ours 1 False", "hf"), ("ours 8 False", "hf in 8"), ("ours 1 False", "hf compiled"),
+             ("ours compiled", "hf compiled")]
+    for own, other in pairs:
+        speeds = [found.get(name, {}).get("tokens_per_s", 0.0) for name in (own, other)]
+        if all(speeds):
+            print(f"tokens/s of {own} beside {other}: {speeds[0] / speeds[1]:.2f}")
     return good

@@ -48,6 +48,7 @@ from coverage.architectures import (
     loss_of,
 )
 from coverage.others import OPTIONS
+from trust import gpus
 from trust.lab import EXACT, Case, Wrap
 from trust.table import GOOD, PLANS, run_case, warm_up
 
@@ -74,10 +75,11 @@ def script(model: nn.Module, given: Batch, options: dict[str, Any]) -> Any:
 
     def run(wrap: Wrap) -> Any:
         shardings.LOOPBACK = FREE  # else a message costs more than any op of a tiny model
-        own = wrap(model, **options)
+        own = wrap(model.to(gpus.device()), **options)
+        here = {name: x.to(gpus.device()) for name, x in given.items()}
         optimizer, found = torch.optim.SGD(own.parameters(), lr=RATE), []
         for _ in range(STEPS):
-            loss = loss_of(own(**given))
+            loss = loss_of(own(**here))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trust import gpus
+
 TOLERANCE, EXACT = 1e-5, 1e-6
 SMALL = 1e-2  # below this a difference counts as it is, not as a part of the value
 GUARDS = {"timeout_s": 10}
@@ -111,7 +113,7 @@ class _WithLoss(nn.Module):
 def _plain(model: nn.Module, precision: str, loss_fn: Any) -> nn.Module:
     whole = _WithLoss(model, loss_fn) if loss_fn else model
     if precision == "bfloat16":
-        whole.forward = torch.autocast("cpu", torch.bfloat16)(whole.forward)  # type: ignore[method-assign]
+        whole.forward = torch.autocast(gpus.device().type, torch.bfloat16)(whole.forward)  # type: ignore[method-assign]
     return whole
 
 
@@ -254,7 +256,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
         items = enumerate(value)
     else:
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return {name: whole.detach().double() if isinstance(whole, Tensor) else whole}
+        return {name: whole.detach().cpu().double() if isinstance(whole, Tensor) else whole}
     return {key: one for k, v in items for key, one in flat(v, f"{name}.{k}").items()}
 
 

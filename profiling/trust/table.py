@@ -5,12 +5,12 @@
 
 Each script (cases.py and scripts.py; with --all also strangers.py and losses.py) runs in plain
 PyTorch, then on 2 ranks under each plan ("one": the library in one process; "auto", only if it is
-named: the plan that the search finds). A cell says `right 3e-7` (the worst difference to plain
-PyTorch, on any rank), `refused: ...` (an error of ours on every rank that says what, where and what
-to do), or what is wrong: `silent 4e-2` (wrong numbers without a word), `raw RuntimeError` (another
-library's error), `bare: ...` (ours, without a where or a fix, or on one rank alone), `lost: ...`
-(refused, although it can be done), `hang`, `abort`. The last line counts them; the exit status is 0
-only if all are right or refused.
+named: the plan that the search finds); on GPUs where there are some. A cell says `right 3e-7` (the
+worst difference to plain PyTorch, on any rank), `refused: ...` (an error of ours on every rank that
+says what, where and what to do), or what is wrong: `silent 4e-2` (wrong numbers without a word),
+`raw RuntimeError` (another library's error), `bare: ...` (ours, without a where or a fix, or on one
+rank alone), `lost: ...` (refused, although it can be done), `hang`, `abort`. The last line counts
+them; the exit status is 0 only if all are right or refused.
 
 Every cell has processes of its own, forked from this one after it has imported and traced once, so
 none can spoil the next. A rank that raises ends, as a script does; one that is through stays until
@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 import autopar_torch as ap
 from autopar_torch.errors import AutoparError
-from trust import cases as _cases, losses, scripts, strangers  # noqa: F401
+from trust import cases as _cases, gpus, losses, scripts, strangers  # noqa: F401
 from trust.lab import AUTO, CASES, Case, Wrap, difference, flat, net, train
 
 ONE = "one"
@@ -97,7 +97,8 @@ def _be_rank(case: Case, wrap: Wrap, port: int) -> None:
     found: dict[str, Any] = {"when": 0.0}
     try:
         wrap.listen()
-        value = flat(case.run(wrap))
+        with gpus.placed(wrap.rank, wrap.size):
+            value = flat(case.run(wrap))
         torch.save(value, io.BytesIO())  # what cannot be kept is no number
         found |= {"value": value, "about": wrap.about}
     except BaseException as error:
@@ -227,7 +228,8 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     scripts.llama()
-    train(ap.parallelize(net()))
+    if not gpus.there():  # who has used one may not fork
+        train(ap.parallelize(net()))
     if dist.is_initialized():
         raise SystemExit("trust starts its ranks itself: run it with python")
 
