@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from autopar_torch.errors import PlanError, ShardingError
 from autopar_torch.plan import Replica, Stage
 from autopar_torch.report import phases
 from autopar_torch.search.space import Constraints
+from autopar_torch.shard import linear
 from autopar_torch.timeline import COMM
 
 TP2 = {"tp": 2}
@@ -197,6 +199,14 @@ def slow_claim_labels_may_be_the_same_tensor_as_the_inputs() -> None:
 def claim_replicas_may_take_different_shares_and_borders() -> None:
     uneven = ap.Plan((Replica((Stage((0,)),), 3), Replica((Stage((1,)),), 1)))
     assert max(oracle.compare("gpt2", uneven, True).values()) <= oracle.TOLERANCE
+
+
+def claim_gradients_of_large_weights_are_added_as_they_are_made() -> None:
+    with unittest.mock.patch.object(linear, "LARGE", 0):
+        for degrees in ({"tp": 2, "num_micro_batches": 4, "recompute": True},
+                        {"dp": 2, "zero": 3, "num_micro_batches": 2}, {"pp": 2}):
+            plan = ap.Plan.uniform(**degrees)
+            assert max(oracle.compare("nanogpt", plan, False).values()) <= oracle.TOLERANCE
 
 
 def slow_claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:

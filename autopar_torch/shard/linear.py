@@ -7,6 +7,7 @@ for one more. A product that starts from what is there needs neither.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+LARGE = 1 << 18  # elements
 GradWork = Callable[[Tensor | None], Tensor]  # makes a gradient, added to the argument if given
 
 
@@ -50,29 +52,31 @@ class WeightQueue:
 
 
 class _Delivery:
-    on = True
+    least = 0.0
 
 
 @contextlib.contextmanager
-def delivered(on: bool) -> Iterator[None]:
-    """Whether linears that run inside hand weight gradients over as they are made here. Else they
-    are torch's own, which leave that to autograd."""
-    before, _Delivery.on = _Delivery.on, on
+def delivered(least: float) -> Iterator[None]:
+    """Linears that run inside hand the gradients of weights over as they are made here, if these
+    have so many elements. Others are torch's own, which leave that to autograd."""
+    before, _Delivery.least = _Delivery.least, least
     try:
         yield
     finally:
-        _Delivery.on = before
+        _Delivery.least = before
 
 
-def delivers() -> bool:
-    """Whether what runs now is to hand weight gradients over."""
-    return _Delivery.on and torch.is_grad_enabled()
+def delivers(num_elements: float = math.inf) -> bool:
+    """Whether what runs now hands the gradient of such a weight over; by default, of some."""
+    on = _Delivery.least < math.inf and torch.is_grad_enabled()
+    return on and num_elements >= _Delivery.least
 
 
-def wants_delivery(device: torch.device, split: bool) -> bool:
-    """A split backward needs it. Else it saves a pass over gradients and costs work of the host for
-    each linear: a good exchange on a CPU, and a bad one where the host feeds a GPU."""
-    return split or device.type == "cpu"
+def wants_delivery(device: torch.device, split: bool) -> float:
+    """A split backward needs it of all. Else it saves a pass over gradients and costs work of the
+    host for each linear: a good exchange on a CPU for what no cache holds, and a bad one where the
+    host feeds a GPU."""
+    return 0.0 if split else LARGE if device.type == "cpu" else math.inf
 
 
 def deliver(weight: Tensor, work: GradWork) -> Tensor | None:
@@ -120,7 +124,7 @@ class _Direct(torch.autograd.Function):
 def direct_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                   transposed: bool = True) -> Tensor:
     """`linear`, or (not transposed) `addmm`, by a weight that is a leaf."""
-    if delivers():
+    if delivers(weight.numel()):
         return cast(Tensor, _Direct.apply(x, weight, bias, transposed))
     return plain_linear(x, weight, bias, transposed)
 
