@@ -22,7 +22,7 @@ from .limits import Count, Index, Seconds
 from .plan import Plan, Precision, check, load_plan
 from .profile import QUICK_S
 from .report import page, story
-from .run import agree, doors, fallback, shardings, tracing, verify, world
+from .run import agree, doors, fallback, first_step, shardings, tracing, verify, world
 from .run.materialize import full_values
 from .run.model import ParallelModel
 from .run.randomness import untouched
@@ -372,13 +372,13 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         parallel.world, given, traced, call.num_rows)
     if asked.compile or plan.compiled:
         plan = compiling.settled(parallel, plan, traced, call, tensors)
+    parallel.first = first_step.of(parallel, traced, plan, call, tensors, asked.loss_fn)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
     following.begin(parallel, asked.changes)
     if parallel.world.rank == 0:
-        _tell(plan, traced, parallel.world.size)
-        _tell_precision(plan.precision, parallel.device)
+        _tell(plan, traced, parallel)
 
 
 def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, error: TraceError,
@@ -419,10 +419,12 @@ def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Tr
     return found.plan
 
 
-def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:
+def _tell(plan: Plan, traced: Traced, parallel: ParallelModel) -> None:
     """Log what will run, and what cannot be split."""
-    log.log(logging.WARNING if plan.idle(num_devices) else logging.INFO, "training with: %s",
-            plan.describe(num_devices))
+    size = parallel.world.size
+    log.log(logging.WARNING if plan.idle(size) else logging.INFO, "training with: %s",
+            plan.describe(size))
+    honoured.tell_precision(plan.precision, parallel.device)
     if len(plan.replicas) > 1 or plan.num_micro_batches > len(plan.replicas):
         if tested := traced.graph.tested:
             log.info("the batch is shared out, as few rows gave the same together and apart "
@@ -439,12 +441,3 @@ def _tell(plan: Plan, traced: Traced, num_devices: int) -> None:
         if not any("S" in text for text in sharding.ops.values()):
             log.warning("%s has no dim that %s devices can share, so each computes all of it",
                         sharding.kind, "x".join(map(str, sharding.mesh)))
-
-
-def _tell_precision(precision: Precision, device: torch.device) -> None:
-    """A GPU computes float32 products at a fraction of its rate: nobody should do so unawares."""
-    if (device.type, precision, torch.get_float32_matmul_precision()) == (
-            "cuda", "float32", "highest"):
-        log.warning('products are computed in full float32, the slowest way on %s: '
-                    'torch.set_float32_matmul_precision("high") allows TF32, and '
-                    'constraints={"precision": "bfloat16"} keeps float32 masters', device)

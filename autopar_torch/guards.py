@@ -12,6 +12,7 @@ class Guards(Struct, frozen=True, forbid_unknown_fields=True):
 
     batches: bool = True  # all ranks have one batch: shapes every step, values now and then
     nan: bool = True  # a loss that is no number is named at its step
+    first_step: bool = True  # its outputs are those of the module in one process
     # Steps between looks for replicas that differ.
     drift_every: Annotated[int, Meta(ge=0, le=2**31)] = 100
     # A rank that stands still so long is named.

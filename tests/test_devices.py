@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar_torch as ap
-from autopar_torch import api
+from autopar_torch.find import honoured
 from autopar_torch.run import world
 from autopar_torch.shard.collectives import backend_of
 from ranks import run_ranks
@@ -67,7 +67,7 @@ def test_full_float32_on_a_gpu_is_named(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
     with caplog.at_level(logging.WARNING):
-        api._tell_precision(precision, device)
+        honoured.tell_precision(precision, device)
     assert ("TF32" in caplog.text) == warned
 
 

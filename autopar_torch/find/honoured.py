@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from msgspec.structs import replace
 
-from ..plan import Plan
+from ..plan import Plan, Precision
 from ..run.world import World
 from ..search.space import Constraints
 from ..trace import Traced
@@ -53,3 +54,12 @@ def tell_unused(place: World, limits: Constraints, confirm: int, done: Constrain
     names += ["confirm"] if confirm else []
     if names and place.rank == 0:
         log.warning("not honoured, as %s: %s", why, ", ".join(names))
+
+
+def tell_precision(precision: Precision, device: torch.device) -> None:
+    """A GPU computes float32 products at a fraction of its rate: nobody should do so unawares."""
+    if (device.type, precision, torch.get_float32_matmul_precision()) == (
+            "cuda", "float32", "highest"):
+        log.warning('products are computed in full float32, the slowest way on %s: '
+                    'torch.set_float32_matmul_precision("high") allows TF32, and '
+                    'constraints={"precision": "bfloat16"} keeps float32 masters', device)

@@ -31,6 +31,7 @@ from .batches import SameBatch, Settle
 from .copies import copied, whole_values
 from .drift import Copy, Drift
 from .executor import neighbours
+from .first_step import FirstStep
 from .handover import LossScale
 from .move import Moved
 from .nonfinite import NonFinite
@@ -60,8 +61,7 @@ class ParallelModel(nn.Module):
                  retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
                  guards: Guards | None = None, batch_dim: int = 0, watch: bool = True) -> None:
         super().__init__()
-        self.module = module
-        self.guards = guards or Guards()
+        self.module, self.guards = module, guards or Guards()
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
         self.outputs, self.retrace, self.tracer_of = tuple(outputs), retrace, tracer_of
@@ -73,7 +73,7 @@ class ParallelModel(nn.Module):
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None
-        self.fallback_reason = ""
+        self.fallback_reason, self.num_steps = "", 0  # steps of training that have begun
         self.pace = Stopwatch(world) if watch and world.size > 1 and device.type == "cpu" else None
         self.recorder: Recorder | Stopwatch | Silent = self.pace or SILENT
         self.between: Callable[[Settle], object] = lambda _: None  # before each step
@@ -81,7 +81,7 @@ class ParallelModel(nn.Module):
         self.case: Case | None = None  # and all that it depended on
         self._to_load: list[tuple[str | os.PathLike[str], torch.optim.Optimizer | None]] = []
         self._writing: Writing | None = None
-        self.num_steps = 0  # of training that have begun
+        self.first: FirstStep | None = None
         self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
         self.drift = Drift(world, self.guards.drift_every)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import RunError
-from ..trace.form import Form, as_tree
+from ..trace.form import Form, Named, as_tree
 
 
 class NotGatheredError(RunError, TypeError):
@@ -93,6 +93,17 @@ def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> A
     return loss
 
 
+def leave(module: nn.Module, values: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
+    """Put what forward leaves in attributes there; the rest is what it returns."""
+    for path, value in form.left:
+        owner, _, key = path.rpartition(".")
+        if isinstance(value, Named):
+            value = values.get(path, _not_left(path))
+        vars(module.get_submodule(owner))[key] = value
+    paths = {path for path, _ in form.left}
+    return {name: value for name, value in values.items() if name not in paths}
+
+
 def ends_of(output: Any) -> list[Tensor]:
     """What a backward can begin at."""
     leaves = pytree.tree_leaves(as_tree(output))
@@ -103,6 +114,11 @@ def _not_gathered(name: str) -> Withheld:
     fix = (f"parallelize(..., outputs=({name!r},)), or ask for it in eval mode; if your loss is "
            "made of it, parallelize(..., loss_fn=), which gets all outputs")
     return Withheld(name, "is not gathered in training", fix)
+
+
+def _not_left(path: str) -> Withheld:
+    return Withheld(path, "is left by forward, and training brings such together only if they are "
+                    "single numbers", "return it from forward, or look at it in eval mode")
 
 
 def _not_traced(name: str) -> Withheld:

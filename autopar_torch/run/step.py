@@ -13,22 +13,25 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import PlanError, RunError
 from ..model import ModelGraph
 from ..plan import Plan, Replica
 from ..schedule import Schedule, rest
 from ..shard.collectives import arrive
+from ..trace.burnt import Burnt
 from ..trace.call import Call
 from .batches import Settle
 from .executor import Executor, Mail
+from .first_step import FirstStep
 from .handover import LossScale, Upstream, hand_over, promise
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
 from .program import Program
 from .record import SILENT, Recorder, Silent
+from .returned import leave
 from .sharded import local
 from .stage import Values
 from .world import World
@@ -54,6 +57,9 @@ class Planned(Protocol):
     non_finite: NonFinite
     loss_scale: LossScale
     num_steps: int
+    module: nn.Module
+    burnt: Burnt
+    first: FirstStep | None
 
     @property
     def plan(self) -> Plan: ...
@@ -72,6 +78,7 @@ class RankStep:
                  tensors: list[Tensor], settle: Settle) -> None:
         self.parallel, self.program, self.call, self.tensors = parallel, program, call, tensors
         self.world, self.recorder, self.store = parallel.world, parallel.recorder, parallel.store
+        self.first, parallel.first = parallel.first, None
         plan, replica = parallel.plan, parallel.replica
         spans = plan.micro_batches(call.num_rows)
         self._refuse_rowless(spans)
@@ -110,7 +117,7 @@ class RankStep:
     def evaluated(self) -> Values:
         """Forwards only; nothing is kept."""
         self.recorder = SILENT
-        return self._outputs()
+        return self._left(self._outputs())
 
     def trained(self, scale: float) -> Values:
         """The whole schedule. The loss hands over gradients that have been made."""
@@ -119,7 +126,7 @@ class RankStep:
         for runner in self.program.stages.values():
             runner.loss_scale = 0.0 if self.rowless else scale
             runner.live = self.program.traced.graph.leading_to(("loss",))
-        values = self._outputs(back=True)
+        values = self._compared(self._outputs(back=True))
         results = self.executor.results if self.speaks else {}
         parts = {self.rows[mb]: value["loss"] for mb, value in results.items()}
         parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"], parts)
@@ -127,7 +134,7 @@ class RankStep:
         grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
         loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale,
                          self._refuse_moved)
-        return {"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)}
+        return self._left({"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)})
 
     def promised(self) -> Values:
         """Forwards; the backwards run when gradients of the outputs come."""
@@ -136,7 +143,7 @@ class RankStep:
             parallel.begin_step()
             if self.world.rank == 0:
                 _tell_costs()
-        values = self._outputs(keep=True)
+        values = self._compared(self._outputs(keep=True))
         self.versions = self.store.versions()
         params = {name: t for name, t in parallel.store.tensors.items() if t.requires_grad}
         ends = {name: x for name, x in values.items() if self.program.info(name).grad}
@@ -147,7 +154,8 @@ class RankStep:
                 grads = self._backwards(upstream)
             return [grads.get(name) for name in params]
 
-        return {**values, **promise(parallel.anchor, ends, list(params.values()), finish)}
+        return self._left({
+            **values, **promise(parallel.anchor, ends, list(params.values()), finish)})
 
     # --- what they share ------------------------------------------------------------------------
 
@@ -198,6 +206,20 @@ class RankStep:
             arrive(sums)
         if pace is not None:
             pace.read(values, own["loss"])
+        return values
+
+    def _left(self, values: Values) -> Values:
+        """What the call returns; what forward leaves in attributes is put there."""
+        if (form := self.program.traced.form).left:
+            values = leave(self.parallel.module, values, form)
+            self.parallel.burnt.accept()
+        return values
+
+    def _compared(self, values: Values) -> Values:
+        """The same, if they are what the module gives. A batch for planning was another one."""
+        first = self.first
+        if first is not None and first.call is self.call and self.parallel.training:
+            self.world.jointly(lambda: first.compare(values))
         return values
 
     def _backwards(self, upstream: Upstream) -> dict[str, Tensor]:

@@ -73,9 +73,10 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
                     return capture(model, call, rows=rows, **options)
 
             captured = few()
-            pieces, flat = _cut(captured, known, call, placed, few)
-            if chain := repeat(pieces, stacks):
-                return _assemble(chain, flat, captured, known, local)
+            if not captured.form.left:  # each layer may leave something
+                pieces, flat = _cut(captured, known, call, placed, few)
+                if chain := repeat(pieces, stacks):
+                    return _assemble(chain, flat, captured, known, local)
     with _told():
         whole = partial(capture, model, call, **options, most_opaque=opaque.MOST)
         captured = whole()

@@ -72,6 +72,7 @@ class Burnt:
         self.reads: frozenset[Read] = frozenset()
         self._objects: dict[int, tuple[int, Any]] = {}  # identity -> number, and the object
         self._digest = (0, 0)
+        self._tables: list[tuple[Any, list[Any]]] = []
         self._refresh()
 
     def compare(self) -> int:
@@ -79,6 +80,10 @@ class Burnt:
         if not self._same():
             self._refresh()
         return self.number
+
+    def accept(self) -> None:
+        """Attributes of modules are other objects now, as a step has left something there."""
+        self._tables = [(table, list(table.values())) for table, _ in self._tables]
 
     def learn(self, reads: frozenset[Read]) -> None:
         """Attributes that a trace has read, by class."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,7 +28,7 @@ from .call import Call
 from .casts import Casts
 from .checks import passed
 from .effects import Effects, attributes_set
-from .form import Form, LossFn, outputs_of
+from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
 from .row_branches import Answers, asking
 
@@ -127,6 +129,14 @@ class _DataSizeError(RuntimeError):
     def __init__(self, path: str, line: str) -> None:
         super().__init__("a size depends on the data")
         self.path, self.line = path, line
+
+
+@contextlib.contextmanager
+def _unsaid() -> Iterator[None]:
+    """torch warns of attributes that forward sets, which are looked after here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attribute")
+        yield
 
 
 def _masks_as_given() -> contextlib.AbstractContextManager[None]:
@@ -262,7 +272,7 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
     with effects.undone():
         program, told = export(effects)
         if effects.changed:
-            program, told = _settled(effects, program, told, export)
+            program, told = _settled(effects, program, told, export, wanted=how[1])
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:
         source = _source(spec, names)
@@ -275,10 +285,29 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
 
 
 def _settled(effects: Effects, first: ExportedProgram, told: Told,
-             export: Callable[[Effects], Exported]) -> Exported:
-    """What forward changes must be the same after every forward: then each computes what the first
-    does, as a second trace has to show. Tables that it keeps must not depend on inputs; in
-    evaluation they may depend on parameters, and are made anew by each."""
+             export: Callable[[Effects], Exported], wanted: tuple[str, ...] | None) -> Exported:
+    """What forward changes must be the same after every forward, or something that it only leaves
+    behind: that goes with the outputs."""
+    given = first.graph.output_node().args[0]
+    try:
+        return _same_again(effects, first, told, export)
+    except TraceError:
+        if not (effects.left and effects.left_only):
+            raise
+    names, form = told
+    numbers = {id(x): k for k, x in enumerate(effects.kept, len(names))}
+    places = {path: numbers[id(x)] for path, x in effects.left.items() if isinstance(x, Tensor)
+              and (wanted is None or x.dim() == 0)}  # training brings numbers together, no more
+    first.graph.output_node().args = ((*given[:len(names)], *(given[k] for k in places.values())),)
+    left = tuple((path, Named(path) if isinstance(x, Tensor) else x)
+                 for path, x in effects.left.items())
+    return first, ((*names, *places), dataclasses.replace(form, left=left))
+
+
+def _same_again(effects: Effects, first: ExportedProgram, told: Told,
+                export: Callable[[Effects], Exported]) -> Exported:
+    """Each forward computes what the first does, as a second trace has to show. What it keeps
+    depends on no input; in evaluation it may depend on parameters, and is made anew by each."""
     refusal = cast(TraceError, effects.changed)
     made = _take_kept(first.graph, len(effects.kept))
     state = [spec.arg.name for spec in first.graph_signature.input_specs
@@ -324,7 +353,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), _without_cache(effects.model),
           call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),
-          passed(), attributes_set(exporting, print=lambda *_, **__: None)):  # of half a graph
+          passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)

@@ -40,6 +40,7 @@ from .burnt import (
 _Cached = functools._lru_cache_wrapper
 _NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep none
 _TORCH = torch.__file__.rsplit("/", 1)[0]
+_LEFT = (FakeTensor, bool, str, type(None))  # what a trace can leave in an attribute
 _OTHERS = "; or let it train untraced, with data parallelism"
 Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it holds, where it is)
 
@@ -55,14 +56,19 @@ class Effects:
         self.before = {id(own): (own, self._state(own))
                        for own in (*model.modules(), *self.configs)}
         self.read: set[tuple[type, str]] = set()
+        self.early: set[tuple[int, str]] = set()  # attributes read before forward wrote them
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
         self.changed: TraceError | None = None  # says which attribute is another afterwards
         self.after: list[tuple[Any, Attributes]] = []  # export undoes changes of attributes
         self.kept: list[Tensor] = []  # what forward has put into attributes
+        self.left: dict[str, Any] = {}  # attributes that it only leaves there, and what
+        self.left_only = True  # it changes no others
 
     @property
     def reads(self) -> frozenset[Read]:
-        return frozenset((kind_of(kind), key) for kind, key in self.read)
+        early = {key for _, key in self.early}
+        left = {path.rpartition(".")[2] for path in self.left} - early if self.left_only else set()
+        return frozenset((kind_of(kind), key) for kind, key in self.read if key not in left)
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
@@ -109,15 +115,22 @@ class Effects:
                     continue  # a default filled in: every trace fills in the same
                 if key in then and key in now and _equal(then[key][1], now[key][1]):
                     continue
-                self.changed = self.changed or TraceError(
+                error = TraceError(
                     f"forward changes {name or 'the model'}.{key}, and a trace would change it "
                     "once", where=line,
                     fix="register it as a buffer, or change it outside of forward" + _OTHERS,
                 )
                 if key not in now or (now[key][2] is not vars(own)  # its state_dict is another
                                       and key not in own._non_persistent_buffers_set):
-                    raise self.changed
-                self.kept += [x for x in tree_leaves(now[key][1]) if isinstance(x, FakeTensor)]
+                    raise error
+                value, items, store = now[key]
+                self.kept += [x for x in tree_leaves(items) if isinstance(x, FakeTensor)]
+                if name != "config" and store is vars(own) and isinstance(value, _LEFT) and (
+                        id(own), key) not in self.early:
+                    self.left[f"{name}.{key}".lstrip(".")] = value
+                    self.changed = self.changed or error
+                elif self.left_only:
+                    self.changed, self.left_only = error, False
 
     def _state(self, own: Any) -> Attributes:
         """Attributes, and what is not a buffer yet."""
@@ -156,6 +169,8 @@ class Effects:
     def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
             self.read.add((type(module), key))
+            if (id(module), key) not in self.lines:
+                self.early.add((id(module), key))
             return object.__getattribute__(module, key)
 
         return get

@@ -43,6 +43,7 @@ class Form:
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     kind: type | None = None
+    left: tuple[tuple[str, Any], ...] = ()  # attributes that forward leaves behind, and what
 
     @property
     def is_bare(self) -> bool:
@@ -76,7 +77,7 @@ class Form:
         try:
             pickle.dumps((self.spec, self.leaves, self.kind))
         except (pickle.PicklingError, AttributeError, TypeError):
-            return form_of(self.names)
+            return dataclasses.replace(form_of(self.names), left=self.left)
         return self
 
 

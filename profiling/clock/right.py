@@ -1,6 +1,6 @@
 """Is the recommended plan the fastest of all that fit, each of them run?
 
-    python profiling right --quick          # one combination, a dozen plans
+    python profiling right --quick          # one combination, half a dozen plans
     python profiling right --json FILE      # all of them
 
 In each combination of model, batch, ranks and network `parallelize(model, confirm=8)` recommends,
@@ -31,7 +31,7 @@ CASES = [  # model, rows, ranks, network
     ("vit", 4, 4, "200 Mbit/s"), ("gpt", 4, 4, "200 Mbit/s"),
 ]
 CUTOFFS = ((2, 1.5), (6, 1.15), (14, 1.06), (40, 1.03), (120, 1.0))  # see `race`
-LIMIT, FEW, ALL = 0.02, 12, 100_000
+LIMIT, FEW, ALL = 0.02, 6, 100_000
 
 
 def feasible(traced: Any, known: Any, rows: int, most: int) -> list[Any]:
@@ -73,7 +73,8 @@ def rank_main(model: str, rows: int, most: int, out: str) -> None:
     plans = files.decode(chosen.world.agree(files.encode(plans)), list[ap.Plan])
     plans = [chosen.plan, *(plan for plan in plans if not same(plan, chosen.plan))]
     runners = [Side(partial(make, rows=rows), plan) for plan in plans]
-    rounds_s = race(runners, CUTOFFS, chosen.world, stays=(0,))
+    cutoffs = CUTOFFS[:3] if most == FEW else CUTOFFS
+    rounds_s = race(runners, cutoffs, chosen.world, stays=(0,))
     if dist.get_rank() == 0:
         rows_out = [{"plan": short(runner.model.plan), "seconds": seconds}
                     for runner, seconds in zip(runners, rounds_s, strict=True)]

@@ -1,6 +1,7 @@
 """On three mixed pools, are plans faster than those of Sailor, by either simulator?
 
     python profiling pools                       both plans by both simulators
+    python profiling pools --quick               on the smallest
     python profiling pools --planning FOLDER     other layer times and links of the same form
     python profiling pools --out FOLDER          write all plans, each in both forms
 
@@ -82,7 +83,7 @@ def main() -> int:
     args = arguments()
     data, holds, gains = planning.read(args.planning), True, list[float]()
     print("by Sailor's formula  by our engine  search  planner, plan")
-    for row in sailor.own_plans(NUM_ROWS):
+    for row in list(sailor.own_plans(NUM_ROWS))[: 1 if args.quick else None]:
         pool = Pool(data, row["pool"])
         theirs, mine = pool.of_sailor(row["plan"], row["search_s"]), pool.ours()
         print(pool.name)
@@ -101,6 +102,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--planning", type=Path, default=planning.HERE, metavar="FOLDER")
+    parser.add_argument("--quick", action="store_true", help="the first pool only")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     return parser.parse_args()
 

@@ -1,0 +1,91 @@
+"""The first step beside the module as it is: whether a trace and a plan make of a batch what the
+module makes of it in one process. Rank 0 looks, where that takes little time."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..cluster import CPU_CORE, GPU
+from ..errors import RunError
+from ..guards import Guards
+from ..plan import Plan
+from ..shard.price import Prices, op_seconds
+from ..trace import Traced
+from ..trace.burnt import user_hooks
+from ..trace.call import Call
+from ..trace.form import LossFn, outputs_of
+from .randomness import generators, untouched
+from .world import World
+
+log = logging.getLogger("autopar_torch")
+MOST_S = 0.5  # of the module's forward, by a datasheet
+APART, LEAST = 1e-2, 1e-3  # relative, and at all: what rounding and ties of a router may do
+
+
+class FirstStep(NamedTuple):
+    """What the module gives for the batch of a call, by name of output."""
+
+    call: Call
+    wanted: Mapping[str, Tensor]
+
+    def compare(self, got: Mapping[str, Tensor]) -> None:
+        for name, want in self.wanted.items():
+            if name not in got or got[name].shape != want.shape or not want.numel():
+                continue
+            apart, size = float((got[name].detach() - want).abs().max()), float(want.abs().max())
+            if apart > max(APART * size, LEAST):
+                raise RunError(
+                    f"`{name}` is off by {apart:.3g} from what the module itself gives for this "
+                    f"batch (at most {size:.3g})", where="the first step",
+                    fix="report the model, please, as it was traced for another; guards="
+                    '{"first_step": False} trains all the same')
+
+
+class Fresh(Protocol):
+    """A model that is about to take up its first plan."""
+
+    module: nn.Module
+    world: World
+    device: torch.device
+    guards: Guards
+
+
+def of(model: Fresh, traced: Traced, plan: Plan, call: Call, tensors: list[Tensor],
+       loss_fn: LossFn | None) -> FirstStep:
+    """Nothing is wanted where the module draws numbers, runs hooks, or would compute for long or in
+    other precision."""
+    if model.world.rank or not model.guards.first_step or plan.precision != "float32" or (
+            call.autocast or traced.graph.local or _seconds(model, traced, call) > MOST_S):
+        return FirstStep(call, {})
+    if any(user_hooks(module) for module in model.module.modules()):
+        return FirstStep(call, {})
+    try:  # on a copy with the same parameters: forward may keep something
+        module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
+        with torch.no_grad(), untouched(model.device):
+            before = _drawn(model.device)
+            _, found = outputs_of(module, loss_fn, *call.rebuild(tensors))
+            drew = before != _drawn(model.device)
+    except Exception as error:  # whatever it is: the plan is what trains
+        log.debug("the module does not run as it is: %s", error)
+        return FirstStep(call, {})
+    return FirstStep(call, {} if drew else {
+        name: x.detach() for name, x in found.items() if x.dtype.is_floating_point})
+
+
+def _seconds(model: Fresh, traced: Traced, call: Call) -> float:
+    prices = Prices(GPU if model.device.type == "cuda" else CPU_CORE, rows=call.num_rows)
+    return sum(op_seconds(node, prices, 1) for block in traced.graph.blocks
+               for node in traced.programs[block.kind].nodes if node.op == "call_function")
+
+
+def _drawn(device: torch.device) -> list[object]:
+    states = [bytes(one.get_state().numpy()) for one in generators(device)]
+    return [*states, random.getstate(), str(np.random.get_state())]

@@ -1,0 +1,95 @@
+"""The first step is compared with the module as it is: what was traced for another is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar_torch as ap
+import claims
+from autopar_torch.errors import RunError
+
+PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.features(x), y)
+
+
+class Unseen(Net):
+    """Its branch is on a number of Python's that does not tell where it comes from."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        return x.sin() if 0.1 * len(x) < 10 else x * 2
+
+
+class Outside(Unseen):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.features(x)
+
+
+class Dropping(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return self.drop(super().features(x))
+
+
+def batch(num_rows: int = 8) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(num_rows)
+    return torch.randn(num_rows, 8, generator=draw), torch.randn(num_rows, 8, generator=draw)
+
+
+def stepped(module: nn.Module, degrees: dict[str, Any], *given: Tensor, **options: Any) -> Tensor:
+    model = ap.parallelize(module, plan=ap.Plan.uniform(**degrees), **options)
+    loss: Tensor = model(*given).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def claim_another_loss_is_refused_on_all_ranks() -> None:
+    for degrees in PLANS:
+        with pytest.raises(RunError, match="`loss` is off by"):
+            stepped(Unseen(), degrees, *batch())
+
+
+def claim_other_outputs_are_refused_where_the_loss_is_made_outside() -> None:
+    with pytest.raises(RunError, match="`output` is off by"):
+        stepped(Outside(), {"dp": 2}, batch()[0])
+
+
+def claim_it_can_be_left_out() -> None:
+    stepped(Unseen(), {"dp": 2}, *batch(), guards={"first_step": False})
+
+
+def claim_what_draws_numbers_is_not_looked_at_and_what_agrees_trains() -> None:
+    for degrees in PLANS:
+        stepped(Dropping(), degrees, *batch())
+        stepped(Net(), degrees, *batch())
+        stepped(Unseen(), degrees, *batch(128))
+
+
+def claim_another_batch_than_that_of_planning_is_not_compared() -> None:
+    module = Net()
+    model = ap.parallelize(module, batch(8), plan=ap.Plan.uniform(dp=2))
+    assert float(model(*batch(6)).detach()) == pytest.approx(float(Net()(*batch(6)).detach()))
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
