@@ -199,13 +199,15 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], g
                                            n.meta.get("rows", WHOLE))]
 
 
-def rows_of(value: Tensor, info: TensorInfo, rows: Sequence[int]) -> Tensor:
-    """These rows of a value; all of it where it has none."""
+def rows_of(value: Tensor, info: TensorInfo, rows: Sequence[int], outer: int = 1) -> Tensor:
+    """These rows of a value, of which all are in each of `outer` parts; all of it where it has
+    none."""
     dim = info.rows_dim
     if dim is None:
         return value
-    each = at_rows(info.shape[dim], 1)
-    return torch.cat([value.narrow(dim, row * each, each) for row in rows], dim)
+    each, opened = at_rows(info.shape[dim] // outer, 1), value.unflatten(dim, (outer, -1))
+    found = [opened.narrow(dim + 1, row * each, each) for row in rows]
+    return torch.cat(found, dim + 1).flatten(dim, dim + 1)
 
 
 def _joins(whole: Any, parts: Sequence[Any], info: Any, rows: Layout = WHOLE) -> bool:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from ..model import ROWS, TensorInfo
-from ..shard.layout import PARTIAL, WHOLE, Layout, Strategy
+from ..shard.layout import PARTIAL, WHOLE, Layout, Split, Strategy
+from ..shard.parts import join
 from ..shard.rows import rows_dim
 from ..shard.rules import ShapedOp, flops, has_tag, is_mutable, op_name
 from ..shard.strategies import strategies
@@ -56,6 +57,7 @@ class _Region:
     learns: set[str] = field(default_factory=set)  # inputs that get gradients
     fixed: set[str] = field(default_factory=set)  # made once, from the whole batch
     consts: dict[str, Tensor] = field(default_factory=dict)
+    outer: dict[str, int] = field(default_factory=dict)  # inputs with all rows in several parts
     num_rows: int = apart.FEW_ROWS
 
     def cuts(self) -> Iterator[tuple[list[int], list[int]]]:
@@ -147,7 +149,8 @@ def _text(region: _Region) -> str:
     sets = [sorted(number[name] for name in names)
             for names in (region.leaving, region.sums, region.learns, region.fixed)]
     consts = sorted((number[name], id(value)) for name, value in region.consts.items())
-    return f"{signature(region.graph)} {sets} {consts}"
+    outer = sorted((number[name], count) for name, count in region.outer.items())
+    return f"{signature(region.graph)} {sets} {consts} {outer}"
 
 
 def _answer(region: _Region, name: str, least_rows: int) -> str:
@@ -203,7 +206,10 @@ def _region(piece: TracedBlock, inside: set[fx.Node], flow: Mapping[fx.Node, Lay
             region.consts[name] = around.consts[node.name]
         if node not in ours and info_of(node).is_float:
             region.learns.add(name)
-        region.sums |= {name} if flow.get(node) == PARTIAL else set()
+        lies = node.meta.get("rows") if node in ours else flow.get(node)
+        region.sums |= {name} if lies == PARTIAL else set()
+        if isinstance(lies, Split) and lies.outer != 1:
+            region.outer[name] = lies.outer
     made |= {place: made[node] for place, node in source.items() if node in made}
     for node in (n for n in (*around.prologue.values(), *piece.graph.nodes) if n in run):
         made[node] = region.graph.node_copy(node, lambda n: made[source.get(n, n)])
@@ -324,8 +330,8 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
         parts = []
         addends = {n: _in_two(given[n], draw) for n in region.sums}
         for k, rows in enumerate(cut):
-            own = {n: addends[n][k] if n in addends else apart.rows_of(v, infos[n], rows)
-                   for n, v in given.items()}
+            own = {n: addends[n][k] if n in addends else apart.rows_of(
+                v, infos[n], rows, region.outer.get(n, 1)) for n, v in given.items()}
             try:
                 part = _RegionRun(region, graph, own, len(rows), whole.fixed)
                 part.differentiate({n: apart.rows_of(v, infos[n], rows) for n, v in cots.items()})
@@ -336,8 +342,10 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
         for what in ("outs", "grads"):
             for n, want in getattr(whole, what).items():
                 found = [getattr(part, what)[n] for part in parts]
-                if not _joined(apart.rows_of(want, infos[n], order), found, infos[n].rows_dim,
-                               n in region.sums, limit, noise if what == "grads" else 0.0):
+                outer = region.outer.get(n, 1)
+                if not _joined(apart.rows_of(want, infos[n], order, outer), found,
+                               infos[n].rows_dim, outer, n in region.sums, limit,
+                               noise if what == "grads" else 0.0):
                     return f"{'values' if what == 'outs' else 'gradients'} of parts do not join"
     return ""
 
@@ -392,14 +400,14 @@ def _as_type(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
     return made
 
 
-def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, same: bool,
+def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, outer: int, same: bool,
             limit: float, noise: float) -> bool:
     """Parts with rows follow each other; others are summed, or the same for all."""
     shapes = [[*p.shape[:dim], *p.shape[dim + 1:]] if dim is not None else [*p.shape]
               for p in (whole, *parts)]
     if any(shape != shapes[0] for shape in shapes):
         return False
-    rounds = [torch.cat(list(parts), dim)] if dim is not None else [
+    rounds = [join(parts, Split(dim, outer))] if dim is not None else [
         *parts] if same else [torch.stack(list(parts)).sum(0)]
     if whole.dtype == torch.bool:
         return all(torch.equal(whole, one) for one in rounds)
