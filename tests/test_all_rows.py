@@ -127,8 +127,29 @@ BRANCHES: dict[str, Loss] = {  # the numbers of rows of a step take different on
     "2 * n // n": lambda a, b, n: (a - b).square().mean() * (len(torch.cat([a, b])) // n),
     "n in (5, 8)": lambda a, b, n: (a - b).square().mean() * (3 if b.size(0) in (5, 8) else 5),
 }
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    """Two rows of each, one after the other, as tokens are packed."""
+    return torch.stack([a, b], 1).flatten(0, 1)
+
+
+PICKED: dict[str, Loss] = {  # rows by numbers that are made of those of rows
+    "a flat index": lambda a, b, n: (a.reshape(-1)[
+        torch.arange(n)[:, None] * 4 + b.topk(2, 1)[1]] * b[:, :2]).mean(),
+    "groups by number": lambda a, b, n: torch.zeros(n, 4).index_add(
+        0, torch.arange(n).repeat_interleave(2), _pairs(a, b)).square().mean(),
+    "the ends": lambda a, b, n: (_pairs(a, b)[torch.full((n,), 2).cumsum(0) - 1] * a).mean(),
+    "bags": lambda a, b, n: (F.embedding_bag(
+        (b > 0).long().flatten(), a[0].repeat(2, 1).clone() * 0 + torch.arange(4.0),
+        torch.arange(n) * 4, mode="sum") * a).mean(),
+    "of a table": lambda a, b, n: (torch.linspace(0, 1, 64)[torch.arange(n)] * (a - b).sum(1)
+                                   ).square().mean(),
+    "a column by number": lambda a, b, n: (a.gather(1, (torch.arange(n) % 3)[:, None]) * b).mean(),
+    "the next row": lambda a, b, n: (a[(torch.arange(n) + 1) % n] * b).mean(),
+    "in other orders": lambda a, b, n: (_pairs(a, b) * b.repeat(2, 1)).mean(),
+}
 OFTEN = ("contrast", "decorrelated", "nearest", "ratio", "2 / n", "log(n)", "each row", "[4:]",
-         "the first 4", "put off by 4", "n // 3", "n > 7")
+         "the first 4", "put off by 4", "n // 3", "n > 7", "a flat index", "groups by number",
+         "bags", "in other orders")
 DP2 = {"dp2": Plan.uniform(dp=2)}
 PLANS = {**DP2, "pp2": Plan.uniform(pp=2), "zero3": Plan.uniform(dp=2, zero=3)}
 
@@ -173,7 +194,7 @@ def _hold(loss: Loss, plans: dict[str, Plan]) -> None:
 
 
 def _claims() -> Iterator[tuple[str, Callable[[], None]]]:
-    for name, loss in {**LOSSES, **NUMBERS, **WRITTEN, **BRANCHES}.items():
+    for name, loss in {**LOSSES, **NUMBERS, **WRITTEN, **BRANCHES, **PICKED}.items():
         if name in OFTEN:
             yield f"claim_{name}", lambda loss=loss: _hold(loss, DP2)  # type: ignore[misc]
         yield f"slow_claim_{name}", lambda loss=loss: _hold(loss, PLANS)  # type: ignore[misc]
@@ -221,7 +242,7 @@ def claim_forward_may_not_communicate_by_itself() -> None:
 def claim_numbers_of_rows_that_are_labels_too_pick_no_rows_of_a_part() -> None:
     def both(a: Tensor, b: Tensor, n: int) -> Tensor:
         own = torch.arange(n)
-        return F.cross_entropy(a @ b.t(), own) - a[own, own % 4].mean()
+        return F.cross_entropy(a @ b.t(), own) - a[own, b.argmax(1)].mean()
 
     x = torch.ones(4, 6, dtype=torch.float64)
     with pytest.raises(PlanError, match="arange"):

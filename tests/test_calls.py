@@ -270,6 +270,14 @@ def test_a_model_is_parallelized_once() -> None:
         ap.parallelize(module)
 
 
+def test_models_may_share_what_has_no_parameters() -> None:
+    """As the default argument `act=nn.SiLU()` is in all models of a class."""
+    act = nn.SiLU()
+    for _ in range(2):
+        model = ap.parallelize(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 1)))
+        model(torch.ones(2, 4)).sum().backward()
+
+
 def test_copies_and_pickles_say_what_to_do() -> None:
     model = ap.parallelize(net())
     for attempt in (copy.deepcopy, copy.copy, lambda m: torch.save(m, io.BytesIO()),

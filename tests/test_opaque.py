@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar_torch as ap
 import claims
+from autopar_torch.errors import PlanError
 
 WIDTH, NUM_ROWS = 8, 6
 
@@ -99,6 +101,24 @@ class Rounds(Branch):
         return Rounded.apply(self.inner(x))
 
 
+class Rolls(nn.Module):
+    """As Autoformer does: by as much as the mean over the batch says."""
+
+    def forward(self, x: Tensor) -> Any:
+        weights, lags = x.abs().mean(0).topk(2)
+        return sum(x.roll(-int(lags[k]), 1) * weights[k] for k in range(2))
+
+
+class Talks(Branch):
+    """Sends for itself, and looks at its data."""
+
+    def forward(self, x: Tensor) -> Any:
+        if float(x.detach().max()) > -1e9:
+            found = [torch.empty(1) for _ in range(dist.get_world_size())]
+            dist.all_gather(found, torch.ones(1))
+        return super().forward(x)
+
+
 class Net(nn.Module):
     def __init__(self, last: type[nn.Module] = Branch) -> None:
         super().__init__()
@@ -141,6 +161,16 @@ def claim_what_is_around_an_opaque_module_is_split_in_a_tensor_group() -> None:
 def claim_a_backward_of_its_own_is_kept() -> None:
     for last in (Rounds, Doubles):
         _trains(last, tp=2)
+
+
+def claim_replicas_do_together_what_looks_at_all_rows() -> None:
+    for plan in {"dp": 2}, {"tp": 2}:
+        _trains(Rolls, **plan)
+
+
+def claim_a_module_that_communicates_is_refused_before_it_waits() -> None:
+    with pytest.raises(PlanError, match="communicates by itself"):
+        ap.parallelize(Net(Talks), _batch(), plan=ap.Plan.uniform(dp=2))
 
 
 def claim_opaque_modules_run_on_their_stages() -> None:

@@ -209,6 +209,29 @@ def claim_gradients_of_large_weights_are_added_as_they_are_made() -> None:
             assert max(oracle.compare("nanogpt", plan, False).values()) <= oracle.TOLERANCE
 
 
+def claim_a_view_of_a_parameter_goes_from_block_to_block_under_zero_3() -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.marks = nn.Parameter(torch.randn(1, 6, 8))
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            marks = self.marks[:, :3].expand(len(x), -1, -1)
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x) + marks)
+            return x.square().mean()
+
+    x, plain = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1)), Marked()
+    model = ap.parallelize(Marked(), plan=ap.Plan.uniform(**ZERO3))
+    for net in (model, plain):
+        net(x).backward()
+    grads = dict(plain.named_parameters())
+    for name, param in model.module.named_parameters():
+        assert _near(param.grad, grads[name].grad), name
+
+
 def slow_claim_dropout_keeps_what_is_whole_equal_on_all_ranks() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:

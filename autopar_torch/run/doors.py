@@ -40,8 +40,9 @@ def refuse_split(model: Any) -> None:
 
 
 def take(model: nn.Module) -> None:
-    """Note that the parameters of a model are parts from now on."""
-    _TAKEN.update(model.modules())
+    """Note that the parameters of a model are parts from now on. What has none, as an activation,
+    may be in several models."""
+    _TAKEN.update(m for m in model.modules() if m is model or any(True for _ in m.parameters()))
 
 
 def refuse_taken(model: nn.Module) -> None:

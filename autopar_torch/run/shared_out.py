@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
 from ..trace.call import Call
-from ..trace.capture import refuse_messages
+from ..trace.effects import refuse_messages
 from ..trace.form import Form, LossFn, Named, outputs_of
 from .nonfinite import Rows
 from .randomness import untouched

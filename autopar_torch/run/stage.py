@@ -142,6 +142,9 @@ class StageRunner:
                 else (values if kind == "value" else context)[name] for kind, name in placed.args]
         results = run_again(run, args, placed.recompute) if train else run(*args)
         if placed.gathered:
+            freed = {held.leaf.untyped_storage().data_ptr() for held in placed.gathered}
+            results = tuple(x.clone() if isinstance(x, Tensor) and (  # a view of a parameter
+                x.untyped_storage().data_ptr() in freed) else x for x in results)
             self._free_until_backward(placed, results, train)
         return cast(tuple[Tensor, ...], results)
 

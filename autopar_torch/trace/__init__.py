@@ -293,12 +293,12 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     if not any(shares.SLOT in piece.context for piece in pieces):
         prologue.erase_node(around.prologue[around.num_rows])
         rowless -= {around.num_rows}
-    mixed = mixing(prologue, rowless, pieces, outputs.values(), captured.sources, captured.consts,
+    run = [(piece, programs[name]) for piece, name in zip(pieces, named, strict=True)]
+    mixed = mixing(prologue, rowless, run, outputs.values(), captured.sources, captured.consts,
                    around.least_rows)
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
-    run = [(piece, programs[name]) for piece, name in zip(pieces, named, strict=True)]
     stuck = tangled(prologue, mixed, places, run, outputs.values())
-    stuck += ("arange",) if picks_too(prologue, mixed, pieces) else ()
+    stuck += ("arange",) if picks_too(prologue, mixed, run) else ()
     graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck)
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}

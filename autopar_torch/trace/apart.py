@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -23,25 +23,27 @@ from ..shard.rows import at_batch
 from ..shard.rules import is_mutable, op_name
 from .blocks import TracedBlock
 from .capture import InputSource
-from .clean import info_of, largest
+from .clean import each_info, has_rows, info_of, largest
 from .row_numbers import counts_rows, picks_rows, written
 
 log = logging.getLogger("autopar_torch")
 CPU = torch.device("cpu")
 FEW_ROWS, MOST_ROWS, MOST_ELEMENTS, SEEDS, FEW_CONSTS = 4, 2000, 1 << 24, range(3), 64
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
-_VIEWS = {"view", "reshape", "unsqueeze", "expand", "to", "clone"}
+_PICKS_ALONG = {"index_select", "index_add", "index_add_", "index_copy", "gather", "scatter",
+                "scatter_add", "scatter_add_"}
 ByName = dict[str, Any]
+Ran = tuple[TracedBlock, fx.Graph]  # a block, and what of it is run
 
 
-def mixing(prologue: fx.Graph, rowless: frozenset[str], pieces: Sequence[TracedBlock],
+def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
            outputs: Iterable[str], sources: Mapping[str, InputSource],
            consts: Mapping[str, Tensor], least_rows: int) -> frozenset[str]:
     """What blocks read or the model returns of the prologue, and rows of which depend on others."""
     nodes = {node.name: node for node in prologue.nodes}
-    leaving = {name for piece in pieces for name in piece.context.values()} | set(outputs)
+    leaving = {name for piece, _ in blocks for name in piece.context.values()} | set(outputs)
     asked = [n for n in map(nodes.get, sorted(leaving)) if n is not None and n.name not in rowless
-             and n.op != "placeholder" and not _only_picks(n, pieces)]
+             and n.op != "placeholder" and not _only_picks(n, blocks)]
     suspects = [n for n in _upstream(asked, rowless) if _is_suspect(n)]
     if not suspects:
         return frozenset()
@@ -107,36 +109,56 @@ def _is_suspect(node: fx.Node) -> bool:
     return torch.Tag.pointwise not in tags and op_name(node) not in ("to", "detach", "clone")
 
 
-def _only_picks(node: fx.Node, pieces: Sequence[TracedBlock]) -> bool:
+def _only_picks(node: fx.Node, blocks: Sequence[Ran]) -> bool:
     """Whether a value only picks rows by number (`x[arange(rows), last]`): right for parts, too."""
-    return _are_numbers(node) and all(picks := [*_picks(node.name, pieces)]) and bool(picks)
+    return _are_numbers(node) and all(picks := [*_picks(node.name, blocks)]) and bool(picks)
 
 
 def picks_too(prologue: fx.Graph, mixed: Collection[str],
-              pieces: Sequence[TracedBlock]) -> tuple[str, ...]:
+              blocks: Sequence[Ran]) -> tuple[str, ...]:
     """Numbers of rows that are to be those of the whole batch, and that pick rows of a part."""
     return tuple(n.name for n in prologue.nodes
-                 if n.name in mixed and _are_numbers(n) and any(_picks(n.name, pieces)))
+                 if n.name in mixed and _are_numbers(n) and any(_picks(n.name, blocks)))
 
 
 def _are_numbers(node: fx.Node) -> bool:
-    while op_name(node) in _VIEWS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return op_name(node) == "arange"
+    """Whether a value is whole numbers that are made of nothing else: of rows, or of where they
+    begin."""
+    made = _upstream([node], frozenset())
+    given = {arg for n in made for arg in n.all_input_nodes if arg.op == "placeholder"}
+    return has_rows(info_of(node)) and all(map(_is_whole, made)) and not any(
+        has_rows(info_of(arg)) for arg in given)
 
 
-def _picks(name: str, pieces: Sequence[TracedBlock]) -> Iterator[bool]:
-    """Of each op that reads a value or a view of it: whether it takes these numbers for rows, or
-    for where rows begin."""
-    values = [place for piece in pieces for slot, own in piece.context.items() if own == name
-              for place in piece.graph.find_nodes(op="placeholder", target=slot)]
+def _is_whole(node: fx.Node) -> bool:
+    return all(info.dtype.startswith("int") for info in each_info(info_of(node)))
+
+
+def _picks(name: str, blocks: Sequence[Ran]) -> Iterator[bool]:
+    """Of each op that reads a value, a view of it, or what is counted on from it: whether it takes
+    these numbers for rows, or for where rows begin."""
+    values = [place for piece, graph in blocks for slot, own in piece.context.items()
+              if own == name for place in graph.find_nodes(op="placeholder", target=slot)]
     for value in values:  # grows
         for user in value.users:
-            if op_name(user) in _VIEWS:
+            if picks := _picks_by(user, value):
+                yield picks
+            elif user.op == "call_function" and _is_whole(user):
                 values.append(user)
             else:
-                yield op_name(user) in _PICKS or (
-                    op_name(user) == "embedding_bag" and value in user.args[2:3])
+                yield False
+
+
+def _picks_by(user: fx.Node, value: fx.Node) -> bool:
+    """Whether an op takes some of a value's rows by these numbers."""
+    if op_name(user) == "embedding_bag":
+        return value in user.args[2:3]
+    data, dims = cast(fx.Node, user.args[0]), list[Any]()
+    if op_name(user) in _PICKS:
+        dims = [dim for dim, index in enumerate(cast(Any, user.args[1])) if index is value]
+    elif op_name(user) in _PICKS_ALONG and value in user.args[2:3]:
+        dims = [cast(int, user.args[1]) % len(info_of(data).shape)]
+    return bool(dims) and dims == [info_of(data).rows_dim]
 
 
 def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator,

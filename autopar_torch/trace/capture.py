@@ -27,7 +27,7 @@ from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
 from .checks import passed
-from .effects import Effects, attributes_set
+from .effects import Effects, attributes_set, refuse_messages
 from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
 from .row_branches import Answers, asking
@@ -143,14 +143,6 @@ def _masks_as_given() -> contextlib.AbstractContextManager[None]:
     """torch's encoders look into a mask for whether it is causal, which is a hint and no more."""
     return attributes_set(transformer, _detect_is_causal_mask=lambda _, is_causal=None, *__: bool(
         is_causal))
-
-
-def refuse_messages(func: Any) -> None:
-    """Ranks are not in the same place of forward, so it must not communicate by itself."""
-    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-        raise PlanError(f"forward communicates by itself ({func.overloadpacket.__name__})",
-                        where="forward", fix="leave it out: the batch that a rank is given is that "
-                        "of all, and so is what forward makes of it")
 
 
 def _limited() -> contextlib.AbstractContextManager[None]:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..errors import TraceError
+from ..errors import PlanError, TraceError
 from .burnt import (
     HOOKS,
     PLAIN,
@@ -251,6 +252,22 @@ def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
     trained = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         return run(*args)
+
+
+def refuse_messages(func: Any) -> None:
+    """Ranks are not in the same place of forward, so it must not communicate by itself."""
+    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        raise PlanError(f"forward communicates by itself ({func.overloadpacket.__name__})",
+                        where="forward", fix="leave it out: the batch that a rank is given is that "
+                        "of all, and so is what forward makes of it")
+
+
+class NoMessages(TorchDispatchMode):
+    """Around a forward that runs for real, on one rank."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_messages(func)
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_hooks(model: nn.Module) -> None:

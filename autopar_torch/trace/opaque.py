@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TraceError
 from ..model import ROWS
+from ..shard.together import Together
 from .burnt import PLAIN
+from .effects import NoMessages
 
 MOST = 16  # tries, with more and more opaque modules
 FEW = (2, 3)  # rows to learn from
@@ -57,6 +59,8 @@ def bind(graphs: Sequence[fx.Graph], model: nn.Module) -> None:
     for node in (node for graph in graphs for node in graph.nodes):
         if isinstance(node.target, OpaqueModule):
             node.target.model = model
+        elif isinstance(node.target, Together):
+            bind([node.target.graph], model)
 
 
 # --- which module -----------------------------------------------------------------------------
@@ -184,7 +188,8 @@ def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
     hook = module.register_forward_hook(lambda module, *_: after.update(
         (name, (x, x._version)) for name, x in module.named_buffers()))
     try:
-        tree = own.tree(*given)
+        with NoMessages():
+            tree = own.tree(*given)
     finally:
         hook.remove()
     for name, (value, version) in after.items():

@@ -88,6 +88,7 @@ def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: S
     settled: list[fx.Node] = []
     loose: list[fx.Node] = []
     joined: list[fx.Node] = []
+    inside: set[fx.Node] = set()  # tried as a part of more, and to be left as it was tried
     carries, options = carried(piece.graph, given), dict[fx.Node, list[Strategy]]()
     while True:  # the first coupled op changes what is known of those after it
         if len(options) != sum(n.op == "call_function" for n in piece.graph.nodes):
@@ -96,6 +97,9 @@ def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: S
         left = [n for n in found.coupled if op_name(n) != "batch_norm"]
         if not left:
             break
+        if left[0] in inside:
+            known[left[0]] = _lies(left[0])
+            continue
         if shares.added_once(piece, left[0], found.flow, known, around.num_rows):
             continue
         groups = [left[:k] for k in range(1, len(left) + 1)]
@@ -103,9 +107,9 @@ def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: S
         for group in [*groups, *([settled + left] if settled else [])]:
             if not (why := refusal(piece, group, found.flow, around)):
                 settled += group
-                for node in (*group, *leaving(between(piece.graph, group))):
-                    at = rows_dim(ShapedOp(node).out)
-                    known[node] = PARTIAL if at == WHOLE else at
+                tried = between(piece.graph, group)
+                known |= {node: _lies(node) for node in (*group, *leaving(tried))}
+                inside |= tried
                 break
         if why and around.local:
             shares.local(piece, left[0], found.flow, known, around.num_rows)
@@ -125,6 +129,12 @@ def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: S
     return found._replace(local=tuple(dict.fromkeys(map(op_name, loose))),
                           joined=tuple(dict.fromkeys(map(op_name, joined))),
                           tested=tuple(dict.fromkeys(map(op_name, settled))))
+
+
+def _lies(node: fx.Node) -> Layout:
+    """Where the rows of what was tried are; it is a sum over them if it has none."""
+    at = rows_dim(ShapedOp(node).out)
+    return PARTIAL if at == WHOLE else at
 
 
 def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Node, Layout],
