@@ -106,6 +106,7 @@ def parallelize(
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given,
                      _Request(limits, confirm, loss_fn, source, changes, compile))
+            parallel.first = parallel.first if weights is None else None
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -88,6 +90,28 @@ def claim_another_batch_than_that_of_planning_is_not_compared() -> None:
     module = Net()
     model = ap.parallelize(module, batch(8), plan=ap.Plan.uniform(dp=2))
     assert float(model(*batch(6)).detach()) == pytest.approx(float(Net()(*batch(6)).detach()))
+
+
+def claim_parameters_that_come_from_elsewhere_are_not_those_of_the_module() -> None:
+    place = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(place)
+    plan, [folder] = ap.Plan.uniform(dp=2), place
+    trained = ap.parallelize(Net(), plan=plan)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=5.0)
+    for _ in range(2):
+        loss = trained(*batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.save(folder)
+    want = float(trained(*batch()).detach())
+    loaded = ap.parallelize(Net(), plan=plan)
+    loaded.load(folder)
+    with torch.device("meta"):
+        empty = Net()
+    for model in (loaded, ap.parallelize(Net(), plan=plan, weights=folder),
+                  ap.parallelize(empty, plan=plan, weights=folder)):
+        assert float(model(*batch()).detach()) == pytest.approx(want)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

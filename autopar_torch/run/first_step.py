@@ -7,7 +7,7 @@ import copy
 import logging
 import random
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -56,16 +56,18 @@ class Fresh(Protocol):
     world: World
     device: torch.device
     guards: Guards
+    _to_load: list[Any]  # checkpoints, before the first step
 
 
 def of(model: Fresh, traced: Traced, plan: Plan, call: Call, tensors: list[Tensor],
        loss_fn: LossFn | None) -> FirstStep:
-    """Nothing is wanted where the module draws numbers, runs hooks, or would compute for long or in
-    other precision."""
+    """Nothing is wanted where the module draws numbers, runs hooks, has not the parameters that are
+    trained, or would compute for long or in other precision."""
     if model.world.rank or not model.guards.first_step or plan.precision != "float32" or (
             call.autocast or traced.graph.local or _seconds(model, traced, call) > MOST_S):
         return FirstStep(call, {})
-    if any(user_hooks(module) for module in model.module.modules()):
+    if model._to_load or any(user_hooks(module) for module in model.module.modules()) or any(
+            p.is_meta for p in model.module.parameters()):
         return FirstStep(call, {})
     try:  # on a copy with the same parameters: forward may keep something
         module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})

@@ -4,7 +4,6 @@
     python profiling live --case straggler    # one of two nodes falls to a third of its speed
     python profiling live --case flap         # a link that falls and returns again and again
     python profiling live --case busy         # other work comes and goes on both nodes: no move
-    python profiling live --case short        # the first one with half as many steps
     python profiling live --case link --losses    # beside those of a run that stays: twice as long
 
 Two emulated nodes of one rank train a GPT of 8 layers. After the run every plan that it was in, and
@@ -41,7 +40,7 @@ WIDTH, LAYERS, ROWS = 192, 8, 8
 FAST, SLOW = "as usual", "slow"
 APART = 1e-5  # losses, relatively
 AHEAD, BEHIND = 1.3, 1.15  # of the best plan that stays, of the best one at every moment
-WARM = 2  # steps of each plan in each state, before those that are timed
+TRIED, WARM = 7, 2  # steps of each plan in each state
 
 
 def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -85,7 +84,6 @@ class Case(NamedTuple):
     change: Callable[[Lab, str], None]
     rate_mbps: float | None = 1000
     model: Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]] = gpt
-    tried: int = 7  # steps of each plan in each state
 
     @property
     def num_steps(self) -> int:
@@ -125,7 +123,6 @@ class Others:
 
 CASES = {
     "link": Case(((500, FAST), (400, SLOW), (500, FAST)), link, model=unet),
-    "short": Case(((250, FAST), (200, SLOW), (250, FAST)), link, model=unet, tried=3),
     "straggler": Case(((450, FAST), (250, SLOW), (450, FAST)), straggler, None),
     "flap": Case(((120, FAST), *((20, SLOW), (20, FAST)) * 6), link),
     "busy": Case(((120, FAST), *((60, SLOW), (60, FAST)) * 4), Others(), None),
@@ -160,7 +157,7 @@ def rank_main(name: str, folder: Path, changes: str) -> None:
             plans.append(parallel.plan)
     ask(folder, FAST)
     found = {"seconds": seconds, "losses": losses, "used": [p.describe(2) for p in plans],
-             "table": table(parallel, optimizer, batch, plans, folder, case.tried)}
+             "table": table(parallel, optimizer, batch, plans, folder)}
     if dist.get_rank() == 0:
         (folder / f"{changes}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -194,7 +191,7 @@ def by_hand(num_blocks: int, batch_statistics: bool) -> dict[str, Plan]:
 
 
 def table(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor],
-          plans: Sequence[Plan], folder: Path, tried: int) -> dict[str, dict[str, float]]:
+          plans: Sequence[Plan], folder: Path) -> dict[str, dict[str, float]]:
     """Seconds of a step of each plan in each state, in which nobody follows anything."""
     from autopar_torch.find.replan import name_of
 
@@ -208,7 +205,7 @@ def table(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: dict[st
         for name, plan in known.items():
             model.move(plan)
             times = []
-            for _ in range(WARM + tried):
+            for _ in range(WARM + TRIED):
                 start = time.perf_counter()
                 one_step(model, optimizer, batch)
                 times.append(time.perf_counter() - start)
