@@ -105,8 +105,7 @@ def parallelize(
         with untouched(device):
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given,
-                     _Request(limits, confirm, loss_fn, source, changes, compile))
-            parallel.first = parallel.first if weights is None else None
+                     _Request(limits, confirm, loss_fn, source, weights is None, changes, compile))
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
@@ -356,6 +355,7 @@ class _Request(NamedTuple):
     confirm: int
     loss_fn: LossFn | None
     source: Callable[[str], Tensor | None]  # values of parameters
+    own: bool  # they are those of the module
     changes: following.OnChange
     compile: bool
 
@@ -373,7 +373,8 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         parallel.world, given, traced, call.num_rows)
     if asked.compile or plan.compiled:
         plan = compiling.settled(parallel, plan, traced, call, tensors)
-    parallel.first = first_step.of(parallel, traced, plan, call, tensors, asked.loss_fn)
+    if asked.own:
+        parallel.first = first_step.of(parallel, traced, plan, call, tensors, asked.loss_fn)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)

@@ -23,7 +23,7 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
-    "all": Script("every", "--quick fifteen minutes, else a day"),
+    "all": Script("every", "--quick twenty minutes, else a day"),
     "accuracy": Script("clock.accuracy", "an hour, --quick a minute",
                        "step accuracy 96 % in the mean, 85 % at worst; order 0.95; memory 5 %",
                        "--quick --rounds 6"),

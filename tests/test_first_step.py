@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import autopar_torch as ap
 import claims
 from autopar_torch.errors import RunError
+from autopar_torch.run.first_step import FirstStep
 
 PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
 
@@ -112,6 +113,14 @@ def claim_parameters_that_come_from_elsewhere_are_not_those_of_the_module() -> N
     for model in (loaded, ap.parallelize(Net(), plan=plan, weights=folder),
                   ap.parallelize(empty, plan=plan, weights=folder)):
         assert float(model(*batch()).detach()) == pytest.approx(want)
+
+
+def test_what_is_no_number_is_off_unless_the_module_gives_none() -> None:
+    one, none = {"loss": torch.tensor(1.0)}, {"loss": torch.tensor(torch.nan)}
+    call: Any = None
+    with pytest.raises(RunError, match="is off by nan"):
+        FirstStep(call, one).compare(none)
+    FirstStep(call, none).compare(none)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

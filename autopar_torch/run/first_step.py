@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +19,7 @@ from ..shard.price import Prices, op_seconds
 from ..trace import Traced
 from ..trace.burnt import user_hooks
 from ..trace.call import Call
+from ..trace.effects import python_numbers
 from ..trace.form import LossFn, outputs_of
 from .randomness import generators, untouched
 from .world import World
@@ -38,10 +37,11 @@ class FirstStep(NamedTuple):
 
     def compare(self, got: Mapping[str, Tensor]) -> None:
         for name, want in self.wanted.items():
-            if name not in got or got[name].shape != want.shape or not want.numel():
+            if name not in got or got[name].shape != want.shape or not (
+                    want.numel() and want.isfinite().all()):
                 continue
             apart, size = float((got[name].detach() - want).abs().max()), float(want.abs().max())
-            if apart > max(APART * size, LEAST):
+            if not apart <= max(APART * size, LEAST):  # nor is it a number
                 raise RunError(
                     f"`{name}` is off by {apart:.3g} from what the module itself gives for this "
                     f"batch (at most {size:.3g})", where="the first step",
@@ -61,13 +61,8 @@ class Fresh(Protocol):
 
 def of(model: Fresh, traced: Traced, plan: Plan, call: Call, tensors: list[Tensor],
        loss_fn: LossFn | None) -> FirstStep:
-    """Nothing is wanted where the module draws numbers, runs hooks, has not the parameters that are
-    trained, or would compute for long or in other precision."""
-    if model.world.rank or not model.guards.first_step or plan.precision != "float32" or (
-            call.autocast or traced.graph.local or _seconds(model, traced, call) > MOST_S):
-        return FirstStep(call, {})
-    if model._to_load or any(user_hooks(module) for module in model.module.modules()) or any(
-            p.is_meta for p in model.module.parameters()):
+    """Nothing is wanted where the module draws numbers, or another rank looks."""
+    if model.world.rank or not model.guards.first_step or not _alike(model, traced, plan, call):
         return FirstStep(call, {})
     try:  # on a copy with the same parameters: forward may keep something
         module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
@@ -82,6 +77,15 @@ def of(model: Fresh, traced: Traced, plan: Plan, call: Call, tensors: list[Tenso
         name: x.detach() for name, x in found.items() if x.dtype.is_floating_point})
 
 
+def _alike(model: Fresh, traced: Traced, plan: Plan, call: Call) -> bool:
+    """Whether the module is to give the same, and soon: in this precision, with the parameters that
+    are trained, and without hooks."""
+    if plan.precision != "float32" or call.autocast or traced.graph.local or model._to_load:
+        return False
+    return not any(map(user_hooks, model.module.modules())) and not any(
+        p.is_meta for p in model.module.parameters()) and _seconds(model, traced, call) <= MOST_S
+
+
 def _seconds(model: Fresh, traced: Traced, call: Call) -> float:
     prices = Prices(GPU if model.device.type == "cuda" else CPU_CORE, rows=call.num_rows)
     return sum(op_seconds(node, prices, 1) for block in traced.graph.blocks
@@ -89,5 +93,4 @@ def _seconds(model: Fresh, traced: Traced, call: Call) -> float:
 
 
 def _drawn(device: torch.device) -> list[object]:
-    states = [bytes(one.get_state().numpy()) for one in generators(device)]
-    return [*states, random.getstate(), str(np.random.get_state())]
+    return [*(bytes(one.get_state().numpy()) for one in generators(device)), python_numbers()]

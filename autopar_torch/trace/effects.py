@@ -96,9 +96,9 @@ class Effects:
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
         """Around forward itself: what else has changed when it returns, and what it has kept."""
-        drawn = _numbers()
+        drawn = python_numbers()
         yield
-        if _numbers() != drawn:
+        if python_numbers() != drawn:
             raise TraceError(
                 "forward draws random numbers from Python or numpy, so a trace would repeat the "
                 "first ones for ever", where="forward",
@@ -231,7 +231,7 @@ def _cached(model: nn.Module) -> Iterator[Any]:
             yield from (value for value in values if type(value) is _Cached)
 
 
-def _numbers() -> bytes:
+def python_numbers() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
