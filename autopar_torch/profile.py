@@ -48,6 +48,7 @@ class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
     backward_bytes: Signed = 0.0  # most that backward needed at once, beyond what was kept
     added_s: Delta = 0.0  # by how much backward is longer if it adds to gradients that are there
     stash_bytes: Signed = 0.0  # what the input part of a split backward leaves for the weight part
+    input_bytes: Signed = 0.0  # most that this part needed at once; 0: as much as a whole backward
 
     @property
     def recomputed(self) -> BlockCost:
@@ -61,7 +62,8 @@ class BlockCost(Struct, frozen=True, forbid_unknown_fields=True):
         size, seconds = freed * (self.kept_bytes - self.out_bytes), spent * self.forward_s
         return replace(self, backward_s=self.backward_s + seconds, input_s=self.input_s + seconds,
                        kept_bytes=self.kept_bytes - size,
-                       backward_bytes=self.backward_bytes + size)
+                       backward_bytes=self.backward_bytes + size,
+                       input_bytes=self.input_bytes and self.input_bytes + size)
 
 
 class BlockCosts(Struct, frozen=True, forbid_unknown_fields=True):

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 from slow import slowly
 from trust import fuzz
 
-SIGNED = {"added_s", "backward_bytes", "stash_bytes", "cost_s"}
+SIGNED = {"added_s", "backward_bytes", "stash_bytes", "input_bytes", "cost_s"}
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", '"1"', "true", "[]", "{}", "9" * 400)
 
 

@@ -39,7 +39,7 @@ Axes = Callable[[tuple[int, ...]], Sequence[Axis] | None]  # mesh -> this rank's
 class Counted(NamedTuple):
     """One run whose bytes are counted: its moments, and bytes of outputs and of their gradients."""
 
-    marks: tuple[int, int, int, int]
+    marks: tuple[int, int, int, int, int]
     out: int
     given: int
 
@@ -288,18 +288,22 @@ def _run_counted(runner: Runner, count: TensorBytes, linears: Linears) -> Counte
         runner.backward()
         end = count.mark()
     with linears("input"):
+        runner.forward()  # a first run may keep more
+        runner.backward("input")
+        runner.weights()
         runner.forward()
+        again = count.mark()
         runner.backward("input")
         back = count.mark()
     runner.weights()
     given = sum(g.numel() * g.element_size() for g in runner.grads)
     runner.clear()
-    return Counted((start, ran, end, back), out, given)
+    return Counted((start, ran, end, again, back), out, given)
 
 
 def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
     """What a block keeps and needs, beyond what was there before."""
-    start, ran, end, back = run.marks
+    start, ran, end, again, back = run.marks
     before = count.at(start)
     kept = count.at(ran) - before
     return {
@@ -308,4 +312,5 @@ def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
         "forward_bytes": float(count.peak(start, ran) - before),
         "backward_bytes": float(count.peak(ran, end) - before - kept + run.given),
         "stash_bytes": float(count.at(back) - before + run.given),
+        "input_bytes": float(count.peak(again, back) - before - kept + run.given),
     }

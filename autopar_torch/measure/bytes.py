@@ -7,12 +7,10 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 
 @dataclass
@@ -90,15 +88,3 @@ class TensorBytes:
     def peak(self, start: int, end: int) -> int:
         """The most that was alive between two moments."""
         return max([self.at(start), *self.alive[self._place(start) : self._place(end)]])
-
-
-def peak_of(step: Callable[[], object], lasting: Iterable[Tensor], repeats: int = 3) -> int:
-    """Peak of a training step: what lives between steps, and the most that a step adds (a release
-    that was not seen makes it less)."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}
-    with TensorBytes() as count:
-        marks = [count.mark()]
-        for _ in range(repeats):
-            step()
-            marks.append(count.mark())
-    return sum(storages.values()) + max(count.peak(a, b) for a, b in itertools.pairwise(marks))

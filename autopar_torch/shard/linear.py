@@ -66,6 +66,11 @@ def delivered(least: float) -> Iterator[None]:
         _Delivery.least = before
 
 
+def least_delivered() -> float:
+    """Autograd keeps other values of linears that hand gradients over."""
+    return _Delivery.least
+
+
 def delivers(num_elements: float = math.inf) -> bool:
     """Whether what runs now hands the gradient of such a weight over; by default, of some."""
     on = _Delivery.least < math.inf and torch.is_grad_enabled()

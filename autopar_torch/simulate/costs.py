@@ -37,6 +37,7 @@ class BlockWork:
     stash_bytes: float  # of that and of gradients: bytes kept for the weight part
     forward_bytes: float
     backward_bytes: float
+    input_bytes: float
     gathers: tuple[tuple[tuple[int, ...], float], ...] = ()  # before it runs: (team, bytes)
 
 
@@ -216,6 +217,7 @@ def block_work(cost: BlockCost, gathers: tuple[tuple[tuple[int, ...], float], ..
     """A block, with what is gathered for it: whole only while it runs, put together from as much
     that has arrived. With a `whole` backward nothing waits."""
     fill = Work(filling_s)
+    input_bytes = 0.0 if whole else cost.input_bytes
     return BlockWork(
         Work(cost.forward_s, cost.comm_forward_s) + fill,
         Work(cost.backward_s, cost.comm_backward_s) + fill,
@@ -226,6 +228,7 @@ def block_work(cost: BlockCost, gathers: tuple[tuple[tuple[int, ...], float], ..
         stash_bytes=0.0 if whole else cost.stash_bytes or cost.kept_bytes,
         forward_bytes=gathered_bytes + max(gathered_bytes, cost.forward_bytes),
         backward_bytes=gathered_bytes + max(gathered_bytes, cost.backward_bytes),
+        input_bytes=gathered_bytes + max(gathered_bytes, input_bytes or cost.backward_bytes),
         gathers=gathers,
     )
 

@@ -158,7 +158,7 @@ class _Tally:
         """Free kept values block by block, from the last, and add gradients; those of the last
         micro-batch leave at once. A split backward keeps a stash for its weight part."""
         for k, block in reversed(list(enumerate(cost.blocks))):
-            self.see(block.backward_bytes)
+            self.see(block.input_bytes if split else block.backward_bytes)
             if k + 1 == len(cost.blocks):  # what left, and its gradients, stay to the end
                 self.kept += 2 * part.left_bytes
             self.kept += (block.stash_bytes if split else 0.0) - block.kept_bytes

@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,19 @@ class Side:
         self.computing.append(joined([recorder.result()]).parts(rank).compute_s)
 
     def peak_bytes(self) -> int:
-        from autopar_torch.measure.bytes import peak_of
+        """What lives between steps, and the most that a step adds (a release that was not seen
+        makes it less)."""
+        from autopar_torch.measure.bytes import TensorBytes
 
         tensors = [t for h in self.model.store.held.values() for t in (h.tensor, h.leaf)]
         tensors += [v for s in self.optimizer.state.values() for v in s.values()]
-        return peak_of(self.step, tensors)
+        lasting = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        with TensorBytes() as count:
+            marks = [count.mark()]
+            for _ in range(3):
+                self.step()
+                marks.append(count.mark())
+        return sum(lasting.values()) + max(count.peak(a, b) for a, b in pairwise(marks))
 
 
 def session_for(sides: dict[str, Side]) -> Any:

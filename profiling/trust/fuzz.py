@@ -42,7 +42,8 @@ from autopar_torch.trace.call import take_apart
 LIMIT_S = 1.0
 ROWS = 64
 MAKER = f"{Path(__file__).resolve()}:made"
-NEGATIVE = {"added_s", "backward_bytes", "stash_bytes", "cost_s", "shardings"}  # may be below zero
+NEGATIVE = {"added_s", "backward_bytes", "stash_bytes", "input_bytes", "cost_s",
+            "shardings"}  # may be below zero
 
 
 class Loss(nn.Module):
