@@ -122,7 +122,7 @@ def test_as_many_bytes_are_freed_as_the_path_says(attention: str) -> None:
     whole = kept_by(program, args, False)
     for part in PARTS:
         kept = kept_by(program, args, part)
-        [way] = [way for (own, _), way in program.meta["again"].items() if own == part]
+        [way] = [way for (own, *_), way in program.meta["again"].items() if own == part]
         freed = sum(look.costs.saved[name] for name in way.dropped)
         assert kept == pytest.approx(whole - freed, rel=0.05) and freed > 0.1 * whole
 
