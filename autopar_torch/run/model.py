@@ -37,7 +37,7 @@ from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
-from .program import Program
+from .program import Program, remember
 from .randomness import OwnNumbers, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
@@ -221,7 +221,7 @@ class ParallelModel(nn.Module):
         traced = self.retrace(call, self.training, wanted)
         rows = max(1, call.num_rows // self.plan.num_micro_batches)
         plan = shardings.again(self.plan, self.graph, traced, rows)
-        known.append(self._made(traced, plan))
+        remember(known, self._made(traced, plan))
         return known[-1]
 
     def _made(self, traced: Traced, plan: Plan) -> Program:

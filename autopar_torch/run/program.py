@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -19,6 +20,9 @@ from .params import ParamStore
 from .prologue import Prologue
 from .randomness import draws
 from .stage import StageRunner
+
+MOST, MANY = 16, 6  # traces of one form of call: that are kept; of which it is said
+log = logging.getLogger("autopar_torch")
 
 
 class Program:
@@ -136,3 +140,15 @@ class Program:
                 if made == value:
                     return graph.kinds[block.kind].outputs[slot]
         return next(n.meta["info"] for n in self.traced.prologue.nodes if n.name == value)
+
+
+def remember(known: list[Program], made: Program) -> None:
+    """One more trace of a form of call, as what forward reads has changed."""
+    known.append(made)
+    if len(known) == MANY:
+        before = known[-2].state.items()
+        changed = sorted(f"{where}.{key}".lstrip(".") for (where, key), _ in
+                         made.state.items() - before)
+        log.warning("forward was traced %d times, as this changes: %s; a tensor, in a buffer or an "
+                    "argument, may change without that", MANY, ", ".join(changed) or "the batch")
+    del known[:-MOST]

@@ -2,12 +2,13 @@
 
 A block is a run of ops of one numbered submodule (`layers.3`, or `stages.0.blocks.3` where there
 are few stages), or what lies between such runs; in a model without numbered submodules, a run of
-one direct child. Everything that depends on no
-parameter is prologue: every stage computes for itself what it needs of it.
+one direct child (of the module in a wrapper). Everything that depends on no parameter is prologue:
+every stage computes for itself what it needs of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -90,8 +91,11 @@ def _with_grad(info: Any, grad: bool) -> Any:
 def units(nodes: list[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
     """Runs of nodes that belong together, with a name."""
     paths = [str(node.meta.get("module", "")) for node in nodes]
+    parts = [path.split(".") for path in paths]
+    levels = zip(*(own for own in parts if own != [""]), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
     ways = [[_numbered(path) for path in paths], [_numbered(path, 2) for path in paths],
-            [path.split(".")[0] for path in paths]]
+            [".".join(own[: common + 1]) for own in parts]]
     keys = next((keys for keys in ways if len(set(keys)) >= FEW), ways[-1])
     runs: list[tuple[str, list[fx.Node]]] = []
     for key, node in zip(keys, nodes, strict=True):

@@ -7,22 +7,23 @@ read. The quick check compares identities only; what it finds changed is describ
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .settings import UNREAD, is_plain, is_settings, mentioned, settings_in, text_of
+
 ReadAttributes = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
 Read = tuple[str, str]  # class of a module, attribute
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN = (int, float, bool, str, type(None))
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
-# Settings of transformers that no forward reads: `save_pretrained` writes them, on one rank alone.
-UNREAD = frozenset({"use_cache", "architectures", "dtype"})
+OUTSIDE = "outside of the model: "
 _LIBRARIES = ("torch.", "transformers.")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
@@ -45,23 +46,8 @@ def attributes(own: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def configs(modules: Iterable[nn.Module]) -> list[Any]:
-    """The settings of Hugging Face models: forward reads them when it runs."""
-    found = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
-    return [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
-
-
 def kind_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def is_plain(value: Any, depth: int = 2) -> bool:
-    """Whether a value is fully described by its text."""
-    if isinstance(value, PLAIN):
-        return True
-    if isinstance(value, (tuple, list, set)):
-        return depth > 0 and len(value) <= 1000 and all(is_plain(v, depth - 1) for v in value)
-    return isinstance(value, dict) and is_plain(list(value.items()), depth)
 
 
 class Burnt:
@@ -93,9 +79,10 @@ class Burnt:
 
     @property
     def digest(self) -> int:
-        """Equal on all ranks where the module is."""
+        """Equal on all ranks where the module is, whatever else they have (as `rank`)."""
         if self._digest[0] != self.number:
-            text = repr(sorted(self.state.items()))
+            text = repr(sorted(item for item in self.state.items()
+                               if not item[0][0].startswith(OUTSIDE)))
             made = hashlib.blake2b(text.encode(), digest_size=7).digest()
             self._digest = self.number, int.from_bytes(made)
         return self._digest[1]
@@ -109,6 +96,7 @@ class Burnt:
                 and list(map(_grad, self._tensors)) == self._grads
                 and list(map(_version, self._loose)) == self._versions
                 and self._containers == self._copies
+                and all(mention.get() is value for mention, value in self._mentioned)
             )
 
     def _refresh(self) -> None:
@@ -117,8 +105,14 @@ class Burnt:
         tables += [
             t for m in modules.values() for t in (m._parameters, m._buffers, m._modules) if t
         ]
-        tables += map(vars, configs(modules.values()))
-        values = [v for m in modules.values() for _, v in attributes(m)]
+        named = list(mentioned({type(own) for own in modules.values()}))
+        self._mentioned = [(mention, value) for mention in named
+                           if is_plain(value := mention.get()) or is_settings(value)
+                           or isinstance(value, Tensor)]
+        settings = [own for _, own in self._settings(modules, self.reads)]
+        tables += map(vars, settings)
+        values = [v for own in (*modules.values(), *settings) for _, v in attributes(own)]
+        values += [value for _, value in self._mentioned]
         self._tables = [(table, list(table.values())) for table in tables]
         self._hooks = [getattr(m, kind) for m in modules.values() for kind in HOOKS]
         self._num_hooks = list(map(len, self._hooks))
@@ -127,7 +121,7 @@ class Burnt:
         self._loose = [v for v in values if isinstance(v, Tensor)]
         self._versions = list(map(_version, self._loose))
         self._containers = [v for v in values if isinstance(v, (list, dict, set)) and is_plain(v)]
-        self._copies = [type(v)(v) for v in self._containers]
+        self._copies = copy.deepcopy(self._containers)
         state = dict(self._describe(modules, self.reads))
         if self.number == 0 or state != self.state:
             self.state: ReadAttributes = state
@@ -136,6 +130,15 @@ class Burnt:
     def described(self, reads: frozenset[Read]) -> ReadAttributes:
         """What decides about a trace that has read these attributes."""
         return dict(self._describe(dict(self.model.named_modules()), reads))
+
+    def _settings(self, modules: Mapping[str, nn.Module],
+                  reads: frozenset[Read]) -> Iterator[tuple[str, Any]]:
+        """Objects that forward reads when it runs."""
+        held = [(f"{name}.{key}", value) for name, own in modules.items()
+                for key, value in attributes(own)
+                if key == "config" or (kind_of(type(own)), key) in reads]
+        return settings_in(held + [(f"{OUTSIDE}{name}", value)
+                                   for (name, *_), value in self._mentioned])
 
     def _describe(self, modules: Mapping[str, nn.Module],
                   reads: frozenset[Read]) -> Iterator[tuple[tuple[str, str], str]]:
@@ -149,31 +152,24 @@ class Burnt:
                 yield (name, f"{where} {i}"), self._shown(hook)
         for name, tensor in tensors_of(self.model).items():
             yield (name, "requires_grad"), f"{tensor.requires_grad} {self._number(tensor)}"
-        for i, config in enumerate(configs(modules.values())):
-            for key, value in vars(config).items():
-                if is_plain(value) and key not in UNREAD:
-                    yield (f"config {i}", key), self._shown(value)
+        for (name, *_), value in self._mentioned:
+            if not is_settings(value):
+                yield (OUTSIDE, name), self._shown(value)
+        for path, own in self._settings(modules, reads):
+            for key, value in attributes(own):
+                if (is_plain(value) and key not in UNREAD) or isinstance(value, Tensor):
+                    yield (path, key), self._shown(value)
 
     def _shown(self, value: Any) -> str:
         """Text that differs for values that differ. An object is told by the order in which it was
         met, not by its address, which differs from rank to rank."""
         if is_plain(value):
-            return f"{type(value).__name__} {_text(value)}"
+            return f"{type(value).__name__} {text_of(value)}"
         version = f" version {value._version}" if isinstance(value, Tensor) else ""
         return f"{type(value).__qualname__} {self._number(value)}{version}"
 
     def _number(self, thing: Any) -> int:
         return self._objects.setdefault(id(thing), (len(self._objects), thing))[0]
-
-
-def _text(value: Any) -> str:
-    """Of a plain value; a set has another order in every process."""
-    if isinstance(value, dict):
-        return f"dict {_text(list(value.items()))}"
-    if isinstance(value, (tuple, list, set)):
-        parts = [_text(v) for v in value]
-        return f"{type(value).__name__} {sorted(parts) if isinstance(value, set) else parts}"
-    return repr(value)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:

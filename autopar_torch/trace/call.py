@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
+from .settings import settings_in, shown
 
 Rowless = tuple[str, int, tuple[int, ...]]  # form of a call, number of a tensor, and its shape
 
@@ -72,12 +73,6 @@ class Call:
         return [t[start:end] if r else t for t, r in zip(tensors, self.rows, strict=True)]
 
 
-def shown(leaf: Any) -> str:
-    """The same on every rank: never an address."""
-    shown = repr(leaf)
-    return type(leaf).__qualname__ if shown == object.__repr__(leaf) else shown
-
-
 def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
                batch_dim: int = 0, rowless: Set[Rowless] = frozenset()
                ) -> tuple[Call, list[Tensor]]:
@@ -99,6 +94,7 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       for i, (d, t) in enumerate(zip(dims, tensors, strict=True)))
     tensors = [t.movedim(d, 0) if d else t for d, t in zip(rows_dims, tensors, strict=True)]
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    _refuse_hidden(rest)
     shapes = tuple(tuple(t.shape) for t in tensors)
     dtypes = tuple(t.dtype for t in tensors)
     cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
@@ -107,6 +103,25 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
     ones = tuple(_hides_nothing(t, "mask" in pytree.keystr(paths[i]).lower())
                  for i, t in zip(where, tensors, strict=True))
     return Call(spec, rest, where, shapes, dtypes, rows_dims, num_rows, cast, ones), tensors
+
+
+def _refuse_hidden(leaves: Sequence[Any]) -> None:
+    """A trace would keep the tensors of the first call, and each replica would take them whole."""
+    held = [(type(leaf).__qualname__, leaf) for leaf in leaves]
+    held += [(f"{path}.{key}", value) for path, own in settings_in(held)
+             for key, value in vars(own).items()]
+    for path, value in held:
+        if any(map(_has_tensors, pytree.tree_leaves(value))):
+            kind = path.split(".")[0]
+            raise TraceError(
+                f"an argument hides a tensor from a trace: {path}", where="model(...)",
+                fix="pass tensors as arguments, or in tuples, lists and dicts (if it is a "
+                f"dataclass: torch.export.register_dataclass({kind})); modules as attributes")
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, nn.Module) and bool(value.state_dict(keep_vars=True)))
 
 
 def _hides_nothing(tensor: Tensor, named: bool) -> bool:

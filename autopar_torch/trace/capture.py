@@ -37,7 +37,8 @@ _PREFIX = "model."
 Told = tuple[tuple[str, ...], Form]  # names and form of the outputs
 Exported = tuple[ExportedProgram, Told]
 MOST_OPS, MOST_SECONDS = 200_000, 900.0
-MOST_PARTS = 256  # of the batch
+MOST_PARTS = 256  # of the batch, in so many ops; fewer in more
+MOST_OPS_OF_PARTS = 1 << 13
 _WHOLE = ((), (0,), (0, 2**63 - 1))  # slices
 
 
@@ -156,7 +157,7 @@ def _limited() -> contextlib.AbstractContextManager[None]:
         if num_ops > MOST_OPS or time.monotonic() > end:
             raise _TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
                                 f"{MOST_SECONDS:.0f} s to trace")
-        if num_parts > MOST_PARTS:
+        if num_parts * max(num_ops / MOST_OPS_OF_PARTS, 1) > MOST_PARTS:
             raise _TooLongError("forward goes through the batch row by row, or by few rows")
         refuse_messages(func)
         return plain(mode, func, types, args, kwargs or {})

@@ -7,6 +7,7 @@ would be gone without a word.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import linecache
@@ -26,17 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import PlanError, TraceError
-from .burnt import (
-    HOOKS,
-    PLAIN,
-    UNREAD,
-    Read,
-    attributes,
-    configs,
-    is_library,
-    kind_of,
-    user_hooks,
-)
+from .burnt import HOOKS, Read, attributes, is_library, kind_of, user_hooks
+from .settings import PLAIN, UNREAD, is_plain, mentioned, settings_in
 
 _Cached = functools._lru_cache_wrapper
 _NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep none
@@ -51,11 +43,15 @@ class Effects:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.configs = configs(model.modules())
+        self.settings = list(settings_in(
+            (f"{name}.{key}".lstrip("."), value) for name, own in model.named_modules()
+            for key, value in attributes(own)))
         self.buffers = {id(own): {n for n, value in own._buffers.items() if value is not None}
                         for own in model.modules()}
         self.before = {id(own): (own, self._state(own))
-                       for own in (*model.modules(), *self.configs)}
+                       for own in (*model.modules(), *(own for _, own in self.settings))}
+        self.outside = [(own, value, copy.deepcopy(value)) for own in mentioned(
+            {type(own) for own in model.modules()}) if is_plain(value := own.get())]
         self.read: set[tuple[type, str]] = set()
         self.early: set[tuple[int, str]] = set()  # attributes read before forward wrote them
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
@@ -89,6 +85,11 @@ class Effects:
             yield
         finally:
             self._restore(self.before.values())
+            for mention, value, items in self.outside:
+                if mention.get() is not value:
+                    mention.put(value)
+                if value != items:
+                    _refill(value, _held(items))
             for now, then in children:
                 now.clear()
                 now.update(then)
@@ -104,15 +105,22 @@ class Effects:
                 "first ones for ever", where="forward",
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )
-        named = [*self.model.named_modules(), *(("config", own) for own in self.configs)]
-        for name, own in named:
+        for mention, _, items in self.outside:
+            if mention.get() != items:
+                raise TraceError(
+                    f"forward changes {mention.name}, and a trace would change it once",
+                    where="forward", fix="keep it in a buffer of a module" + _OTHERS)
+        for name, own in (*self.model.named_modules(), *self.settings):
+            is_module = isinstance(own, nn.Module)
             then, now = self.before.get(id(own), (own, Attributes()))[1], self._state(own)
             self.after.append((own, now))
             for key in {**then, **now}:
                 line = self.lines.get((id(own), key), "forward")
                 if line.startswith(_TORCH):
                     continue  # weight_norm, pruning: derived from parameters in every forward
-                if name == "config" and (key in UNREAD or then.get(key, (None,))[0] is None):
+                default = getattr(type(own), key, None)
+                old = then[key][0] if key in then else default if is_plain(default) else None
+                if not is_module and (key in UNREAD or old is None):
                     continue  # a default filled in: every trace fills in the same
                 if key in then and key in now and _equal(then[key][1], now[key][1]):
                     continue
@@ -126,7 +134,7 @@ class Effects:
                     raise error
                 value, items, store = now[key]
                 self.kept += [x for x in tree_leaves(items) if isinstance(x, FakeTensor)]
-                if name != "config" and store is vars(own) and isinstance(value, _LEFT) and (
+                if is_module and store is vars(own) and isinstance(value, _LEFT) and (
                         id(own), key) not in self.early:
                     self.left[f"{name}.{key}".lstrip(".")] = value
                     self.changed = self.changed or error
@@ -153,7 +161,7 @@ class Effects:
                       for own, now in self.after)
 
     def _restore(self, states: Iterable[tuple[Any, Attributes]]) -> None:
-        """Give modules and configs the attributes that they had once."""
+        """Give modules and settings the attributes that they had once."""
         for own, then in states:
             for name, (_, _, store) in self._state(own).items():
                 if name not in then or then[name][2] is not store:
@@ -163,9 +171,7 @@ class Effects:
             for name, (value, items, store) in then.items():
                 store[name] = value
                 if value is not items and not _equal(_held(value), items):
-                    value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(
-                        dict(items) if isinstance(value, dict) else items)
+                    _refill(value, items)
 
     def _getter(self) -> Callable[..., Any]:
         def get(module: Any, key: str) -> Any:
@@ -239,6 +245,13 @@ def _held(value: Any) -> Any:
     if isinstance(value, dict):
         return list(value.items())
     return list(value) if isinstance(value, (list, set)) else value
+
+
+def _refill(value: Any, items: Any) -> None:
+    """A list, a dict or a set with what it held before."""
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(
+        dict(items) if isinstance(value, dict) else items)
 
 
 def _equal(old: Any, new: Any) -> bool:

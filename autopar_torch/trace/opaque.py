@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import TraceError
 from ..model import ROWS
 from ..shard.together import Together
-from .burnt import PLAIN
 from .effects import NoMessages
+from .settings import PLAIN
 
 MOST = 16  # tries, with more and more opaque modules
 FEW = (2, 3)  # rows to learn from

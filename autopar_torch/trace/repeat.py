@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import TraceError
-from .burnt import PLAIN
+from .settings import PLAIN
 
 MIN_CHILDREN = 6
 

@@ -1,0 +1,142 @@
+"""Objects of settings: forward reads them as it runs, and a trace keeps what they were."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+PLAIN = (int, float, bool, str, type(None))
+# Settings of transformers that no forward reads: `save_pretrained` writes them, on one rank alone.
+UNREAD = frozenset({"use_cache", "architectures", "dtype"})
+DEPTH, MOST, LONGEST = 6, 1000, 1000  # of objects in objects; of objects; of a list
+_NONE = ("torch", "numpy", "logging", "threading", "builtins", "functools")  # make no settings
+
+
+class Mention(NamedTuple):
+    """A name that code mentions, and what holds its value: a dict, or an object."""
+
+    name: str
+    own: Any
+    key: str
+
+    def get(self) -> Any:
+        if isinstance(self.own, dict):
+            return self.own.get(self.key)
+        return getattr(self.own, self.key, None)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.own, dict):
+            self.own[self.key] = value
+        else:
+            setattr(self.own, self.key, value)
+
+
+def is_plain(value: Any, depth: int = 8) -> bool:
+    """Whether a value is fully described by its text."""
+    if isinstance(value, PLAIN):
+        return True
+    if isinstance(value, (tuple, list, set)):
+        return depth > 0 and len(value) <= LONGEST and all(is_plain(v, depth - 1) for v in value)
+    return isinstance(value, dict) and is_plain(list(value.items()), depth)
+
+
+def text_of(value: Any) -> str:
+    """Of a plain value; a set has another order in every process."""
+    if isinstance(value, dict):
+        return f"dict {text_of(list(value.items()))}"
+    if isinstance(value, (tuple, list, set)):
+        parts = [text_of(v) for v in value]
+        return f"{type(value).__name__} {sorted(parts) if isinstance(value, set) else parts}"
+    return repr(value)
+
+
+def is_settings(value: Any) -> bool:
+    """A namespace, a dataclass, a config, or any other object with attributes."""
+    return (isinstance(getattr(value, "__dict__", None), dict)
+            and not isinstance(value, (nn.Module, Tensor, type, ModuleType))
+            and type(value).__module__.partition(".")[0] not in _NONE)
+
+
+def settings_in(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Objects of settings among named values and inside of them, with a path, the nearest first."""
+    todo, seen = deque((*own, DEPTH) for own in values), set[int]()
+    while todo and len(seen) < MOST:
+        path, value, depth = todo.popleft()
+        if id(value) in seen or is_plain(value):
+            continue
+        seen.add(id(value))
+        held: Iterable[tuple[Any, Any]] = ()
+        if is_settings(value):
+            yield path, value
+            held = vars(value).items()
+        elif isinstance(value, dict):
+            held = value.items()
+        elif isinstance(value, (tuple, list)):
+            held = enumerate(value[:LONGEST])
+        todo.extend((f"{path}.{key}", own, depth - 1) for key, own in list(held) if depth)
+
+
+def mentioned(kinds: Iterable[type]) -> Iterator[Mention]:
+    """What methods of these classes, and functions that they name, may read besides: attributes of
+    the classes, global names, and variables of functions around."""
+    todo: deque[Any] = deque()
+    for kind in kinds:
+        held = [item for base in kind.__mro__ if not _is_library(base)
+                for item in vars(base).items()]
+        todo += [own for _, own in held]
+        yield from (Mention(f"{kind.__qualname__}.{key}", kind, key)
+                    for key in {key for key, _ in held} if not key.startswith("__"))
+    seen = set[int]()
+    while todo:
+        own = todo.popleft()
+        own = getattr(own, "__func__", None) or getattr(own, "fget", None) or own
+        if not isinstance(own, FunctionType) or _is_library(own) or id(own) in seen:
+            continue
+        seen.add(id(own))
+        names = set(_names(own.__code__))
+        for name in names & own.__globals__.keys():
+            value = own.__globals__[name]
+            yield Mention(f"{own.__module__}.{name}", own.__globals__, name)
+            todo.append(value)
+            if isinstance(value, ModuleType) and not _is_library(value):
+                yield from (Mention(f"{value.__name__}.{key}", value, key)
+                            for key in names & vars(value).keys())
+        for name, cell in zip(own.__code__.co_freevars, own.__closure__ or (), strict=True):
+            yield Mention(f"{own.__qualname__}.{name}", cell, "cell_contents")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
+
+
+def _is_library(own: Any) -> bool:
+    home = getattr(own, "__module__", None) or getattr(own, "__name__", "")
+    return str(home).partition(".")[0] in (*_NONE, "transformers", "autopar_torch")
+
+
+def shown(value: Any) -> str:
+    """Text of an argument that is no tensor, by what it holds: never an address."""
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {value.shape} {zlib.crc32(np.ascontiguousarray(value).data)}"
+    if is_settings(value):
+        return repr([(path, type(own).__qualname__, sorted(
+            (key, shown(item)) for key, item in vars(own).items() if not is_settings(item)))
+            for path, own in settings_in([("", value)])])
+    if isinstance(value, FunctionType):
+        code, cells = value.__code__, [cell.cell_contents for cell in value.__closure__ or ()]
+        return repr((code.co_filename, code.co_firstlineno, value.__qualname__,
+                     shown(value.__defaults__), [shown(cell) for cell in cells]))
+    if isinstance(value, partial):
+        return repr([shown(own) for own in (value.func, *value.args, *value.keywords.items())])
+    text = text_of(value)
+    return type(value).__qualname__ if text == object.__repr__(value) else text
