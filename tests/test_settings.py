@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar_torch as ap
 import claims
 from autopar_torch.trace.call import take_apart
 from autopar_torch.trace.settings import settings_in, shown
@@ -102,6 +103,32 @@ def claim_numbers_that_change_outside_of_modules_are_followed() -> None:
         for own in (model.module, plain):
             change(own)
         assert step(model, plain, 1), kind
+
+
+class Tempered(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return super().forward(x * getattr(self, "more", 1.0), y)
+
+
+def claim_attributes_that_are_set_on_the_model_are_those_of_the_module() -> None:
+    model, plain = parallel(DP2, Tempered), net(Tempered)
+    assert step(model, plain)
+    for name in ("scale", "more"):
+        for own in (model, plain):
+            setattr(own, name, 0.25)
+        assert step(model, plain, 1) and vars(model.module)[name] == 0.25, name
+    for own in (model, plain):
+        del own.more
+    assert step(model, plain, 2) and not hasattr(model.module, "more")
+    model.head = nn.Linear(8, 4)
+    assert "head.weight" in refused(lambda: model(*batch()))
+
+
+def test_attributes_that_the_wrapper_hides_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    model.outputs, model.device = [], torch.device("cpu")  # type: ignore[assignment]
+    ap.parallelize(model)
+    assert "only: outputs" in caplog.text
 
 
 @dataclass

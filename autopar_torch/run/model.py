@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import files
 from ..errors import RunError
 from ..guards import Guards
+from ..model import ModelGraph
 from ..plan import IDLE, Plan, Replica, check, load_plan
 from ..report import page, story
 from ..search.best import Result
@@ -26,6 +27,7 @@ from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
 from . import checkpoint, doors, full_state, move, optimizers, shardings, steps, tracing
+from .around import Around
 from .background import Writing
 from .batches import SameBatch, Settle
 from .copies import copied, whole_values
@@ -50,12 +52,17 @@ TracerOf = Callable[[nn.Module], tracing.Tracer]
 Prepare = Callable[["ParallelModel", Call, list[Tensor]], None]
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Around):
     """Takes the global batch on every rank and returns the loss of the global batch on every rank.
 
     In training mode `forward` runs the whole schedule, backward included, and keeps the gradients
     aside; the returned loss hands them to the parameters when `backward()` is called on it.
     """
+
+    graph: ModelGraph
+    replica: int | None
+    reducer: Reducer
+    numbers: OwnNumbers
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
                  retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
@@ -85,6 +92,7 @@ class ParallelModel(nn.Module):
         self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
         self.drift = Drift(world, self.guards.drift_every)
+        self._ready()
 
     # --- what the plan made of this rank ----------------------------------------------------
 
@@ -303,15 +311,6 @@ class ParallelModel(nn.Module):
         return contextlib.nullcontext() if whole else way(name)
 
     # --- what training scripts use ----------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else the user's module has: its attributes and methods."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
         """`.to()`, `.half()`, `.cuda()`: parameters lie where the plan has put them."""

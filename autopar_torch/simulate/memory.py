@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ..plan import Replica
 from ..schedule import AHEAD, Action, Op, Schedule
@@ -32,7 +36,8 @@ def _idle(costs: Costs, rank: int) -> Memory:
     return Memory(fixed=int(costs.overheads(rank).fixed_bytes))
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     """One stage on one rank."""
 
     stage: int
@@ -41,11 +46,11 @@ class _Part(NamedTuple):
     left_bytes: float  # values that leave, likewise
     by_rows: dict[int, RankCost]
 
-    @property
+    @cached_property
     def any(self) -> RankCost:
         return next(iter(self.by_rows.values()))
 
-    @property
+    @cached_property
     def buckets(self) -> list[_Sent]:
         return [_Sent(self.stage, k, b) for k, b in enumerate(self.any.buckets) if len(b.ranks) > 1]
 
@@ -135,18 +140,18 @@ class _Tally:
 
     def __init__(self, fixed: Memory, parts: Iterable[_Part]) -> None:
         self.fixed, self.most = fixed, fixed
-        self.kept = self.grads = self.messages = self.sums = 0.0
+        self.size = self.kept = self.grads = self.messages = self.sums = 0.0
         self.posted = 0.0  # bytes of receives that are posted and have not come
         self.coming = {(p.stage, k): size for p in parts for k, size in enumerate(p.any.grads)}
         self.sent: set[_Sent] = set()
         self.summed: set[_Sent] = set()
 
     def see(self, working: float = 0.0, buffers: float = 0.0) -> None:
-        now = Memory(self.fixed.params, int(max(0.0, self.grads) + self.sums), self.fixed.optimizer,
-                     int(self.kept), int(working), int(self.messages + buffers + self.posted),
-                     self.fixed.fixed)
-        if now.peak_bytes > self.most.peak_bytes:
-            self.most = now
+        grads, buffers = max(0.0, self.grads) + self.sums, self.messages + buffers + self.posted
+        if grads + self.kept + working + buffers > self.size:
+            self.size = grads + self.kept + working + buffers
+            self.most = replace(self.fixed, grads=int(grads), activations=int(self.kept),
+                                working=int(working), buffers=int(buffers))
 
     def forward(self, part: _Part, cost: RankCost) -> None:
         self.kept += part.came_bytes

@@ -1,0 +1,53 @@
+"""A module around the user's, with the attributes of both."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+log = logging.getLogger("autopar_torch")
+
+
+class Around(nn.Module):
+    """What it has not itself is read from the user's module, set there, and deleted there."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Until it is made, all is; then what it has, may have, or keeps to itself."""
+        own = vars(self)
+        return ("_is_made" not in own or name.startswith("_") or name in own or name == "module"
+                or hasattr(type(self), name) or name in type(self).__annotations__)
+
+    def _ready(self) -> None:
+        """From now on the user sets attributes, too."""
+        self._is_made = True
+        theirs = {**vars(self.module), **self.module._buffers, **self.module._parameters,
+                  **self.module._modules}
+        if hidden := sorted(name for name in theirs.keys() - vars(nn.Module()).keys()
+                            if name[0] != "_" and self._is_own(name)
+                            and str(vars(self).get(name)) != str(theirs[name])):
+            log.warning("attributes of the model that have names of its wrapper are found in "
+                        "model.module only: %s", ", ".join(hidden))
