@@ -53,7 +53,7 @@ def _live(graph: fx.Graph, kept: KeptNodes) -> set[fx.Node]:
     """What is read, and all writes but those into what nobody reads. What is kept is given."""
     base: dict[fx.Node, fx.Node] = {}  # what a value may be a view of
     for node in graph.nodes:
-        first = node.args[0] if node.args and node not in kept else None
+        first = node.args[0] if node.args and node not in kept and _may_view(node) else None
         base[node] = base[first] if isinstance(first, fx.Node) else node
     live, num_before = {n for n in graph.nodes if n.op in ("placeholder", "output")}, 0
     while len(live) > num_before:
@@ -62,6 +62,11 @@ def _live(graph: fx.Graph, kept: KeptNodes) -> set[fx.Node]:
             if node not in kept and (node in live or (_writes(node) and base[node] in live)):
                 live |= {node, *node.all_input_nodes}
     return live
+
+
+def _may_view(node: fx.Node) -> bool:
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema is None or any(own.alias_info for own in schema.returns)
 
 
 def _writes(node: fx.Node) -> bool:
