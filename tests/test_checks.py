@@ -40,6 +40,9 @@ def raises_if_wrong(h: Tensor) -> Tensor:
         assert (h >= 0).all() and not (h < 0).any(), f"too small: {h.min()}"
     if not torch.isfinite(h).all() or (h < 0).any():
         raise RuntimeError(f"{h.shape[0]} rows are wrong")
+    assert torch.all(h >= 0).item(), "too small"
+    if (h < 0).any().item():
+        raise ValueError("too small")
     return h
 
 
@@ -73,6 +76,16 @@ def test_checks_that_are_not_made_are_named_once(caplog: pytest.LogCaptureFixtur
     assert len(said) == 1 and "assert h.min() >= 0" in said[0]
 
 
+def branches_by_item(h: Tensor) -> Tensor:
+    return h * 2 if (h > 1).any().item() else h
+
+
+def counts(h: Tensor) -> Tensor:
+    if (h > 1).sum().item() > 3:
+        raise ValueError("too many")
+    return h
+
+
 def branches(h: Tensor) -> Tensor:
     if h.mean() > 1:
         h = h * 2
@@ -102,7 +115,8 @@ def transformed(h: Tensor) -> Tensor:
     return torch.vmap(lambda row: row * row.sum())(h)
 
 
-@pytest.mark.parametrize("check", [branches, raises_or_not, caught, by_itself, transformed])
+@pytest.mark.parametrize("check", [branches, branches_by_item, counts, raises_or_not, caught,
+                                   by_itself, transformed])
 def test_what_a_trace_cannot_follow_is_refused(check: Any) -> None:
     with pytest.raises(TraceError, match=r"data-dependent|torch\.func"):
         traced(check)

@@ -9,6 +9,7 @@ import itertools
 import linecache
 import logging
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,24 +22,28 @@ from .effects import attributes_set
 log = logging.getLogger("autopar_torch")
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _HOME = "autopar_torch/trace/"
+_ITEM = Tensor.item
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RERAISE")
 
 
 def passed() -> contextlib.AbstractContextManager[None]:
     """While it is entered: where a value that is not known decides whether to raise, forward goes
     on. It says once which checks are not made."""
-    plain = Tensor.__bool__
+    return attributes_set(Tensor, __bool__=_known(Tensor.__bool__), item=_known(Tensor.item))
 
-    def known(value: Tensor) -> bool:
+
+def _known(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def known(value: Tensor) -> Any:
         frame = sys._getframe(1)
-        ask = isinstance(value, FakeTensor) and value.constant is None and not _caught(frame)
+        ask = (isinstance(value, FakeTensor) and value.constant is None
+               and (plain is not _ITEM or value.dtype == torch.bool) and not _caught(frame))
         good = _good(frame.f_code, frame.f_lasti) if ask else None
         if good is None:
             return plain(value)
         _say(frame.f_code.co_filename, frame.f_lineno)
         return good
 
-    return attributes_set(Tensor, __bool__=known)
+    return known
 
 
 def _caught(frame: FrameType | None) -> bool:
@@ -71,7 +76,8 @@ def _good(code: CodeType, at: int) -> bool | None:
     """What the value asked for at this instruction has to be, so that it does not lead to a raise;
     None where it does something else."""
     steps = list(dis.get_instructions(code))
-    here = next(k for k, step in enumerate(steps) if step.offset == at)
+    here = max(k for k, step in enumerate(steps) if step.offset <= at)
+    here += steps[here].opname == "CALL"  # of `item`
     here += steps[here].opname == "TO_BOOL"
     jump = steps[here].opname
     if not (jump.startswith("POP_JUMP") and jump.endswith(("IF_TRUE", "IF_FALSE"))):
