@@ -144,6 +144,8 @@ class _Writes:
 
     def _write(self, node: fx.Node) -> None:
         target = self._target(node)
+        if node.kwargs.get("out") is target:
+            self._copy_out(node, target)
         root = self.root.get(target, target)
         kind = self.kinds.get(root.name, "") if root.op == "placeholder" else ""
         if kind == "param" or root in self.tangled:
@@ -164,6 +166,23 @@ class _Writes:
                 log.warning("forward writes to its input (%s); the caller's tensor stays as it is",
                             node.meta.get("module") or "the model")
             self._replace(node, target, root, args, kwargs, keep=kind in ("buffer", "const"))
+
+    def _copy_out(self, node: fx.Node, target: fx.Node) -> None:
+        """`torch.add(a, b, out=c)` is `c.copy_(a + b)`."""
+        schema = node.target._schema  # type: ignore[union-attr]
+        names = [own.name for own in schema.arguments if own.name != "out"]
+        packet = node.target.overloadpacket  # type: ignore[union-attr]
+        plain = [getattr(packet, name) for name in packet.overloads()]
+        twin = next((own for own in plain
+                     if [a.name for a in own._schema.arguments] == names), None)
+        if twin is None:
+            raise _refusal(node, "`out=`")
+        kwargs = {name: own for name, own in node.kwargs.items() if name != "out"}
+        args, kwargs = self._present((node.args, kwargs), node)
+        with self.graph.inserting_before(node):
+            new = self._call(twin, args, kwargs, info_of(node), node)
+        new.meta["info"] = TensorInfo(info_of(target).shape, _dtype_of(new))
+        node.target, node.args, node.kwargs = aten.copy_.default, (target, new), {}
 
     def _target(self, node: fx.Node) -> fx.Node:
         """The one argument that is written: the first, or `out=`."""
@@ -252,13 +271,13 @@ class _Writes:
             many = self.aliases[alias.base]
             whole = self.value(many.base, node)
             op, place = _place_of_piece(alias.base, many, rest[0])
-            return self._call(op, (whole, new, *place), {}, info_of(many.base), node)
+            return self._scatter(op, (whole, new, *place), {}, info_of(many.base), node)
         if name in ("slice", "select", "diagonal"):
-            return self._call(getattr(aten, f"{name}_scatter").default, (base, new, *rest), kwargs,
-                              info, node)
+            op = getattr(aten, f"{name}_scatter").default
+            return self._scatter(op, (base, new, *rest), kwargs, info, node)
         if name == "narrow" and isinstance(rest[1], int):
             place = (rest[0], rest[1], rest[1] + rest[2])
-            return self._call(aten.slice_scatter.default, (base, new, *place), {}, info, node)
+            return self._scatter(aten.slice_scatter.default, (base, new, *place), {}, info, node)
         if name in _SWAPS:
             dims = rest or ((-2, -1) if len(info.shape) > 1 else (0, 0))
             return self._call(aten.transpose.int, (new, *dims), {}, info, node)
@@ -277,6 +296,18 @@ class _Writes:
             raise _refusal(node, f"what {name or view.target} shows of a tensor")
         return new if shown.shape == info.shape else self._call(
             aten.reshape.default, (new, list(info.shape)), {}, info, node)
+
+    def _scatter(self, op: Any, args: Any, kwargs: Any, info: Any, node: fx.Node) -> fx.Node:
+        """Complex numbers as two real ones, since no gradient goes through a scatter of theirs."""
+        if not info.dtype.startswith("complex") or op is aten.diagonal_scatter.default:
+            return self._call(op, args, kwargs, info, node)
+        real = {"complex64": "float32", "complex128": "float64"}[info.dtype]
+        parts = [self._call(aten.view_as_real.default, (own,), {}, TensorInfo(
+            (*info_of(own).shape, 2), real), node) for own in args[:2]]
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % len(info.shape)
+        made = self._call(op, (*parts, dim, *args[3:]), {k: v for k, v in kwargs.items()
+                                                         if k != "dim"}, info_of(parts[0]), node)
+        return self._call(aten.view_as_complex.default, (made,), {}, info, node)
 
 
 def _refusal(node: fx.Node, what: str) -> TraceError:
