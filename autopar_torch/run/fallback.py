@@ -29,7 +29,7 @@ from .model import ParallelModel
 from .nonfinite import Rows
 from .randomness import dropout_apart
 from .returned import returned
-from .shared_out import Place, Shares, piece_of, tried
+from .shared_out import Place, Shares, grads_of, piece_of, tried
 from .step import check_alike
 from .world import World
 
@@ -200,9 +200,7 @@ class _Step:
     def _grads(self, ends: list[Tensor], upstream: list[Tensor] | None) -> Grads:
         """Those of this rank's rows, of every parameter that is trained."""
         params = [p for p in self.parallel.module.parameters() if p.requires_grad]
-        if not any(end.requires_grad for end in ends):
-            return [None] * len(params)
-        return list(torch.autograd.grad(ends, params, upstream, allow_unused=True))
+        return grads_of(ends, params, upstream)
 
     def _summed(self, loss: Tensor, found: Grads) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The loss and the gradients of all ranks. A parameter that no rank used has none."""

@@ -289,13 +289,28 @@ def _as_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _grads(run: _Tried, upstream: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     live = [name for name, end in run.ends.items() if end.requires_grad]
-    found = torch.autograd.grad(
-        [run.ends[name] for name in live], list(run.params.values()),
-        [upstream[name] for name in live] if upstream else None, retain_graph=True,
-        allow_unused=True,
-    ) if live else [None] * len(run.params)
+    found = grads_of([run.ends[name] for name in live], list(run.params.values()),
+                     [upstream[name] for name in live] if upstream else None, keep=True)
     return {f"the gradient of {n}": torch.zeros_like(p) if g is None else g.to_dense()
             for (n, p), g in zip(run.params.items(), found, strict=True)}
+
+
+def grads_of(ends: list[Tensor], params: Sequence[Tensor], upstream: list[Tensor] | None,
+             keep: bool = False) -> list[Tensor | None]:
+    """Gradients, also those that a backward inside of a backward (of a reversible block) adds to a
+    parameter by itself."""
+    if not any(end.requires_grad for end in ends):
+        return [None] * len(params)
+    before = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        found = torch.autograd.grad(ends, params, upstream, retain_graph=keep, allow_unused=True)
+        return [g if p.grad is None else p.grad if g is None else g + p.grad
+                for p, g in zip(params, found, strict=True)]
+    finally:
+        for p, grad in zip(params, before, strict=True):
+            p.grad = grad
 
 
 def _far(value: Tensor, has_rows: bool) -> Tensor:

@@ -316,7 +316,9 @@ _RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     **dict.fromkeys(["to", "clone", "detach", "alias", "contiguous", "dropout", "getitem",
                      "masked_fill", "where", "broadcast_tensors", "fill",
                      "alpha_dropout", "zeros_like", "ones_like", "empty_like", "full_like",
-                     "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"],
+                     "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+                     "uniform", "normal", "normal_functional", "exponential", "log_normal",
+                     "cauchy", "geometric", "random", "poisson", "binomial", "_standard_gamma"],
                     _same_dims),
     **dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], _made_new),
     **dict.fromkeys(["tril", "triu"], lambda op: _same_dims(
@@ -325,6 +327,8 @@ _RULES: dict[str, Callable[[ShapedOp], list[DimFactor]]] = {
     **dict.fromkeys(["type_as"], first_input),
     **dict.fromkeys(["softmax", "_softmax", "log_softmax", "cumsum", "cumprod"],
                     _but_dim(1, -1)),
+    **dict.fromkeys(["multinomial", "_sample_dirichlet"],
+                    lambda op: _same_dims(op, {len(op.out) - 1})),
     "flip": _but_dims(1), "roll": _but_dims(2),
     "feature_dropout": lambda op: _same_dims(op, set(range(2, len(op.out)))),  # whole channels
     **dict.fromkeys(["topk", "sort", "argsort"], lambda op: _same_dims(

@@ -321,6 +321,8 @@ def _twin(node: fx.Node) -> Any:
     name = schema_name(node).removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__") or name == "copy_":
         return None
+    if name == "normal_":
+        return aten.normal_functional.default
     overload: str = node.target._overloadname  # type: ignore[union-attr]
     return getattr(getattr(aten, name[:-1], None), overload, None)
 

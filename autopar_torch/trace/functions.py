@@ -73,7 +73,7 @@ def refuse_unseen(outputs: Iterable[Tensor]) -> None:
 
 
 def _is_torch(own: type) -> bool:
-    return own.__module__.startswith("torch.")
+    return own.__module__.startswith("torch.") and "distributions" not in own.__module__
 
 
 def _is_known_plain(own: type[Function], args: tuple[Any, ...],
