@@ -26,7 +26,9 @@ def claim_logits_and_loss_unpack_in_training_and_eval() -> None:
         model, plain = parallel(degrees), net()
         x, y = batch(6)
         logits, loss = model(x, y)
-        assert near(loss, plain(x, y)[1]) and near(model(x, y), loss)
+        out = model(x, y)
+        assert isinstance(out, tuple) and near(out[1], loss) and near(out / 2, 0.5 * loss)
+        assert near(loss, plain(x, y)[1]) and float(out) == out.item()
         said = refused(lambda z=logits: z.argmax(-1))
         assert "not gathered" in said and "outputs=('0',)" in said, said
         model.eval()

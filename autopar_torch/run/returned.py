@@ -1,12 +1,13 @@
 """What a call of the model returns: what the model itself would have returned.
 
 In training only the loss, and what `outputs=` asks for, comes from all ranks: the call returns the
-loss, which can be unpacked, indexed and asked for attributes like the model's own output; whatever
-was not gathered is there as a placeholder that says so when it is used.
+loss, which can be indexed and asked for attributes like the model's own output, or a tuple that can
+be used like the loss; what was not gathered is there as a placeholder that says so when it is used.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,14 +82,40 @@ class Loss(Tensor):
         return key in self.own
 
 
+class LossLike:
+    """A tuple that is read like a loss where it is used as one."""
+
+    _loss: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loss, name)
+
+
+for _use in ("float", "format", "mul", "rmul", "truediv", "rtruediv", "sub", "rsub", "neg"):
+    setattr(LossLike, f"__{_use}__", lambda self, *args, _use=f"__{_use}__": getattr(
+        self._loss, _use)(*args))
+
+
+@functools.cache
+def _with_loss(kind: type) -> type:
+    return type(kind.__name__, (LossLike, kind), {})
+
+
 def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> Any:
     """The model's own output; in training the loss, with the rest of the output around it."""
     if not train:
         return form.fill(values, _not_traced, rows)
     if form.is_bare:
         return values["loss"]
+    own = form.fill(values, _not_gathered, rows)
+    if isinstance(own, tuple):  # scripts ask whether it is one
+        made: Any = tuple.__new__(_with_loss(type(own)), own)
+        made._loss = values["loss"]
+        return made
     loss = values["loss"].as_subclass(Loss)
-    loss.own = form.fill(values, _not_gathered, rows)
+    loss.own = own
     loss.named = {**{name: _not_gathered(name) for name in form.names}, **values}
     return loss
 
@@ -106,7 +133,8 @@ def leave(module: nn.Module, values: dict[str, Tensor], form: Form) -> dict[str,
 
 def ends_of(output: Any) -> list[Tensor]:
     """What a backward can begin at."""
-    leaves = pytree.tree_leaves(as_tree(output))
+    tree = tuple(output) if isinstance(output, LossLike) else as_tree(output)
+    leaves = pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

@@ -45,7 +45,8 @@ def watched() -> contextlib.AbstractContextManager[None]:
 
     def apply(own: type[Function], *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        traced = any(isinstance(x, FakeTensor | FunctionalTensor) for x in leaves)
+        traced = torch.is_grad_enabled() and any(
+            isinstance(x, FakeTensor | FunctionalTensor) and x.requires_grad for x in leaves)
         if traced and not _is_torch(own) and not _is_known_plain(own, args, plain):
             raise OwnBackwardError(own)
         return plain(own, *args, **kwargs)
