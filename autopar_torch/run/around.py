@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,18 @@ class Around(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __bool__(self) -> bool:
+        return True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):

@@ -7,12 +7,13 @@ are torch's own. Nobody else keeps the gradients, so torch takes them without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import RunError
 
@@ -80,3 +81,14 @@ def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
         return found
 
     return promise(anchor, {"loss": loss}, [param for param, _ in grads], finish)["loss"]
+
+
+@contextlib.contextmanager
+def grads_kept(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gradients that were there before: of what becomes a part, that part."""
+    before = [(param, param.grad) for param in params if param.grad is not None]
+    for param, _ in before:
+        param.grad = None
+    yield
+    for param, grad in before:
+        param.grad = grad

@@ -34,7 +34,7 @@ from .copies import copied, whole_values
 from .drift import Copy, Drift
 from .executor import neighbours
 from .first_step import FirstStep
-from .handover import LossScale
+from .handover import LossScale, grads_kept
 from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
@@ -118,10 +118,10 @@ class ParallelModel(Around):
     def adopt(self, plan: Plan, traced: Traced, call: Call,
               source: Callable[[str], Tensor | None]) -> None:
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
-        graph = traced.graph
-        self.graph = graph
+        self.graph = graph = traced.graph
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
-        self.store.place(source)
+        with grads_kept(self.module.parameters()):
+            self.store.place(source)
         if self.world.size > 1:
             full_state.watch(self.module)
             optimizers.attend()
@@ -168,6 +168,7 @@ class ParallelModel(Around):
 
     # --- a step -----------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # by `torch.compile(model)`
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
         doors.refuse_wrapped(self)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from . import plain_data
 from .sharded import Sharded, ShardedParameter, mark, plainly
 
 Optimizer = optim.Optimizer
@@ -37,6 +38,7 @@ _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has not
 @cache
 def attend() -> None:
     """Hook into every step of every optimizer from now on."""
+    plain_data.attend()
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -101,9 +103,10 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _stepping.add(optimizer)
     if not ours:
         return
-    # A closure is the script's: it has to see whole tensors. step(optimizer, closure)
+    # Closures and hooks are the script's: they have to see whole tensors. step(optimizer, closure)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if type(optimizer) in ELEMENTWISE and closure is None:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if type(optimizer) in ELEMENTWISE and closure is None and not hooks:
         with plainly():
             for param in ours:
                 _show_part(param, optimizer.state.get(param, {}))

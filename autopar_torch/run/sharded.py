@@ -197,6 +197,8 @@ def _computed(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     if isinstance(kwargs.get("out"), Sharded):
         raise RunError("a part cannot take the result of a function as out=", where=name,
                        fix="write parameter.copy_(result)")
+    if kwargs.get("out") is not None:
+        return _on_whole(func, args, kwargs)
     if _is_elementwise(name):
         each = _each_elementwise if name.startswith("_foreach_") else _elementwise
         return each(name, func, args, kwargs)

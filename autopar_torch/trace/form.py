@@ -134,7 +134,8 @@ def _names(tree: Any) -> Iterator[tuple[str, bool]]:
         return
     by_key = isinstance(tree, Mapping)
     listed = tree if isinstance(tree, (tuple, list)) else pytree.tree_leaves(tree)
-    for key, value in tree.items() if by_key else enumerate(listed):
+    fields = getattr(tree, "_fields", range(len(listed)))  # of a NamedTuple
+    for key, value in tree.items() if by_key else zip(fields, listed, strict=True):
         inner = pytree.tree_structure(value)
         for i in range(inner.num_leaves):
             yield (str(key) if inner.is_leaf() else f"{key}.{i}"), inner.is_leaf() and not by_key

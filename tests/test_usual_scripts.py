@@ -1,0 +1,140 @@
+"""What scripts do around the model, found in those of strangers: as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import claims
+from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, step
+
+Output = namedtuple("Output", ["logits", "loss", "number"])
+
+
+class Named(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        return Output(*super().forward(x, y), 3)
+
+
+class Counted(Net):
+    """Writes to a buffer by `out=`, draws numbers in place, and fills parts of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positive", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if self.training:
+            with torch.no_grad():
+                torch.add(self.positive, (x > 0).float().sum(0), out=self.positive)
+        waves = torch.fft.rfft(x)
+        low = torch.zeros_like(waves)
+        low[:, :3] = waves[:, :3] * 2
+        low[:, 4] = waves[:, 0]
+        noise = 0 * (torch.empty_like(x).normal_() + x.new_zeros(len(x), 1).uniform_())
+        noise = noise + 0 * F.gumbel_softmax(x) + 0 * torch.distributions.Normal(x, 1.0).rsample()
+        return super().forward(torch.fft.irfft(low, n=8) + noise + 1e-2 * self.positive, y)
+
+
+class Reverse(torch.autograd.Function):
+    """Runs a layer again in its backward, as reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.x, ctx.layer = x.detach(), layer
+        with torch.no_grad():
+            return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), dy)
+        return x.grad, None
+
+
+class Reversible(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return super().forward(Reverse.apply(self.norm(x), self.layers[0]), y)  # type: ignore[no-untyped-call]
+
+
+def claim_out_draws_and_complex_parts_are_as_in_one_process() -> None:
+    for degrees in (DP2, TP2, {"pp": 2}):
+        model, plain = parallel(degrees, Counted), net(Counted)
+        assert all(step(model, plain, seed) for seed in range(3)), degrees
+        assert near(model.state_dict()["positive"], plain.positive) and not model.fallback_reason
+
+
+def claim_gradients_of_a_backward_inside_of_a_backward_count() -> None:
+    model, plain = parallel(DP2, Reversible), net(Reversible)
+    assert all(step(model, plain, seed) for seed in range(3))
+    assert near(model.state_dict()["layers.0.weight"], plain.layers[0].weight)
+
+
+def _trained(model: Any, after: Callable[[Any, Any], object] = lambda *_: None) -> dict[str, Any]:
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    after(model, opt)
+    for seed in range(3):
+        x, y = batch(seed=seed)
+        model(x, y)[1].backward()
+        opt.step()
+        opt.zero_grad()
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+def claim_hooks_of_an_optimizer_see_whole_tensors() -> None:
+    def clip(model: Any, opt: Any) -> None:
+        opt.register_step_pre_hook(
+            lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.05) and None)
+
+    want = _trained(net(), clip)
+    for degrees in ALL:
+        got = _trained(parallel(degrees), clip)
+        assert all(near(got[name], want[name], 1e-3) for name in want), degrees
+
+
+def claim_data_of_a_plain_parameter_is_set_whole() -> None:
+    for degrees in (TP2, PP2, ZERO3):
+        model, plain = parallel(degrees), net()
+        target = copy.deepcopy(plain)
+        assert step(model, plain)
+        for own, p in zip(target.parameters(), model.parameters(), strict=True):
+            own.data = 0.1 * p.data + 0.9 * own.data
+        for own, p, first in zip(target.parameters(), plain.parameters(), net().parameters(),
+                                 strict=True):
+            assert type(own) is nn.Parameter and near(own, 0.1 * p + 0.9 * first), degrees
+
+
+def claim_gradients_from_before_the_first_batch_are_added_to() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        for own in (model, plain):
+            sum(p.pow(2).sum() for p in own.parameters()).backward()  # type: ignore[union-attr]
+        assert step(model, plain) and step(model, plain, 1), degrees
+
+
+def claim_named_tuples_and_sequences_are_what_they_are() -> None:
+    out = parallel(DP2, Named, outputs=("logits",))(*batch())
+    assert isinstance(out, Output) and out.number == 3 and out.logits.shape == (8, 4)
+    out.backward()
+    model = parallel(PP2, lambda: nn.Sequential(  # type: ignore[arg-type]
+        nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    assert len(model) == 5 and model[0].out_features == 8 and len(list(model)) == 5 and model
+
+
+def slow_claim_a_compiled_parallel_model_trains() -> None:
+    for degrees in (DP2, PP2):
+        model, plain = parallel(degrees), net()
+        assert step(torch.compile(model), plain) and step(model, plain, 1), degrees
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
