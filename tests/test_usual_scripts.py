@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import claims
-from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, step
+from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, step, step_losses
 
 Output = namedtuple("Output", ["logits", "loss", "number"])
 
@@ -118,6 +119,26 @@ def claim_gradients_from_before_the_first_batch_are_added_to() -> None:
         for own in (model, plain):
             sum(p.pow(2).sum() for p in own.parameters()).backward()  # type: ignore[union-attr]
         assert step(model, plain) and step(model, plain, 1), degrees
+
+
+def claim_gradients_that_a_script_averages_itself_stay_as_they_are() -> None:
+    want = step_losses(net())
+    for degrees in ALL:
+        model = parallel(degrees)
+        for seed, loss in enumerate(want):
+            x, y = batch(seed=seed)
+            out = model(x, y)[1]
+            out.backward()
+            for p in model.parameters():
+                dist.broadcast(p.data, 0)
+                work = dist.all_reduce(p.grad, async_op=seed == 1)
+                if work is not None:
+                    work.wait()
+                p.grad /= dist.get_world_size()
+                with torch.no_grad():
+                    p -= 0.1 * p.grad
+                p.grad = None
+            assert near(out, loss), (degrees, seed)
 
 
 def claim_named_tuples_and_sequences_are_what_they_are() -> None:

@@ -1,10 +1,15 @@
-"""`parameter.data = value`, where the parameter is a plain one and the value stands for a whole."""
+"""Where torch would take this rank's part of a tensor for the whole that it stands for.
+
+`parameter.data = value` of a plain parameter, and what scripts for many processes reduce themselves.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .sharded import Sharded, plainly
@@ -13,7 +18,7 @@ _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 class Data:
-    """`data` of every parameter: torch would take this rank's part for the whole."""
+    """`data` of every parameter."""
 
     __name__ = "data"
 
@@ -27,5 +32,31 @@ class Data:
         _DATA.__set__(x, value)
 
 
+class _Done:
+    """Of a communication that was none."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    is_completed = wait
+
+
 def attend() -> None:
     nn.Parameter.data = Data()  # type: ignore[assignment]
+    dist.all_reduce = _among_equals(dist.all_reduce, adds=True)
+    dist.broadcast = _among_equals(dist.broadcast, adds=False)
+
+
+def _among_equals(plain: Any, adds: bool) -> Any:
+    """Every rank has the same whole tensor, so a sum of it is a multiple, and all else is as it
+    is."""
+    @functools.wraps(plain)
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, Sharded):
+            return plain(tensor, *args, **kwargs)
+        op = kwargs.get("op", args[0] if args else dist.ReduceOp.SUM)
+        if adds and op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size(kwargs.get("group", args[1] if args[1:] else None)))
+        return _Done() if kwargs.get("async_op") or args[2:3] == (True,) else None
+
+    return call
