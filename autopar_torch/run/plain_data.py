@@ -1,6 +1,6 @@
 """Where torch would take this rank's part of a tensor for the whole that it stands for.
 
-`parameter.data = value` of a plain parameter, and what scripts for many processes reduce themselves.
+`parameter.data = value` of a plain parameter, and what scripts for DDP reduce themselves.
 """
 
 from __future__ import annotations
