@@ -83,9 +83,12 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
     where = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [leaves[i] for i in where]
     sized = [t for t in tensors if t.dim() > batch_dim]
+    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    _refuse_hidden(rest)
     if not sized:
         raise TraceError("the batch holds no tensor with rows", where="model(...)",
-                         fix=f"pass the batch as tensors whose dim {batch_dim} is the batch")
+                         fix=f"pass the batch as tensors (not arrays or numbers) whose dim "
+                         f"{batch_dim} is the batch")
     num_rows = sized[0].shape[batch_dim]
     dims = [batch_dim if t.dim() > batch_dim else 0 for t in tensors]
     form = str(spec) if rowless else ""
@@ -93,8 +96,6 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
                       and (form, i, tuple(t.shape)) not in rowless else None
                       for i, (d, t) in enumerate(zip(dims, tensors, strict=True)))
     tensors = [t.movedim(d, 0) if d else t for d, t in zip(rows_dims, tensors, strict=True)]
-    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    _refuse_hidden(rest)
     shapes = tuple(tuple(t.shape) for t in tensors)
     dtypes = tuple(t.dtype for t in tensors)
     cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
