@@ -121,6 +121,17 @@ def claim_gradients_from_before_the_first_batch_are_added_to() -> None:
         assert step(model, plain) and step(model, plain, 1), degrees
 
 
+def claim_weights_of_two_stages_may_be_compared_in_a_penalty() -> None:
+    for degrees in (PP2, ZERO3, TP2):
+        model, plain = parallel(degrees), net()
+        x, y = batch()
+        for own in (model, plain):
+            loss = own(x, y)[1] + (own.layers[0].weight - own.layers[3].weight).pow(2).sum()
+            loss.backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert near(p.grad.clone(), q.grad), degrees
+
+
 def claim_gradients_that_a_script_averages_itself_stay_as_they_are() -> None:
     want = step_losses(net())
     for degrees in ALL:

@@ -44,7 +44,10 @@ def _everyones(tensors: Sequence[Sharded], each: Each) -> Tensor:
     slots: list[int] = []
     speaks: list[bool] = []
     pieces: list[Tensor] = []
+    none: list[Tensor] = []  # of what this rank has nothing of: its backward may be awaited, too
     for x in tensors:
+        if not any(rank in atom.holders for atom in x.spread.atoms):
+            none.append(x.reshape(-1)[:0])
         for slot, atom in enumerate(x.spread.atoms, count):
             if rank in atom.holders:
                 slots.append(slot)
@@ -55,6 +58,7 @@ def _everyones(tensors: Sequence[Sharded], each: Each) -> Tensor:
     own = each([torch.zeros(1, dtype=widest, device=tensors[0].device)])[0].new_zeros(0)
     if pieces:
         own = torch.stack([number.to(own.dtype) for number in each(pieces)])
+    own = torch.cat([own, *(x.to(own.dtype) for x in none)])
     return cast(Tensor, _Everyones.apply(own, slots, speaks, count, tensors[0].spread.world))
 
 
