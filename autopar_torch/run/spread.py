@@ -94,7 +94,8 @@ class Spread:
 
 def summed(x: Tensor, world: World) -> Tensor:
     """Over all ranks, in place."""
-    world.sum(x.view(torch.uint8) if x.dtype == torch.bool else x)
+    with world.doing("the whole of a parameter"):
+        world.sum(x.view(torch.uint8) if x.dtype == torch.bool else x)
     return x
 
 
