@@ -27,15 +27,12 @@ class Mention(NamedTuple):
     key: str
 
     def get(self) -> Any:
-        if isinstance(self.own, dict):
-            return self.own.get(self.key)
-        return getattr(self.own, self.key, None)
+        return (self.own.get(self.key) if isinstance(self.own, dict)
+                else getattr(self.own, self.key, None))
 
     def put(self, value: Any) -> None:
-        if isinstance(self.own, dict):
-            self.own[self.key] = value
-        else:
-            setattr(self.own, self.key, value)
+        put = self.own.__setitem__ if isinstance(self.own, dict) else partial(setattr, self.own)
+        put(self.key, value)
 
 
 def is_plain(value: Any, depth: int = 8) -> bool:
@@ -100,7 +97,7 @@ def mentioned(kinds: Iterable[type]) -> Iterator[Mention]:
         if not isinstance(own, FunctionType) or _is_library(own) or id(own) in seen:
             continue
         seen.add(id(own))
-        names = set(_names(own.__code__))
+        names = _names(own.__code__)
         for name in names & own.__globals__.keys():
             value = own.__globals__[name]
             yield Mention(f"{own.__module__}.{name}", own.__globals__, name)
@@ -112,11 +109,9 @@ def mentioned(kinds: Iterable[type]) -> Iterator[Mention]:
             yield Mention(f"{own.__qualname__}.{name}", cell, "cell_contents")
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _names(const)
+def _names(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(own) for own in code.co_consts
+                                      if isinstance(own, CodeType)))
 
 
 def _is_library(own: Any) -> bool:
