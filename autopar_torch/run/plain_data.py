@@ -38,8 +38,6 @@ class _Done:
     def wait(self, *_: Any) -> bool:
         return True
 
-    is_completed = wait
-
 
 def attend() -> None:
     nn.Parameter.data = Data()  # type: ignore[assignment]
