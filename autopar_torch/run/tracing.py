@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import progress
 from ..errors import AutoparError, TraceError
-from ..model import ParamInfo
+from ..model import ROWS, ParamInfo
 from ..plan import Precision
 from ..trace import Traced, opaque, serialize, trace
 from ..trace.call import Call
@@ -42,9 +42,20 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
                              params=known, dtype=dtype, local=local, placed=placed)
             except Exception as error:
-                raise _told(error) from error.__cause__ or error
+                raise _with_hint(_told(error), call) from error.__cause__ or error
 
     return retrace
+
+
+def _with_hint(error: AutoparError, call: Call) -> AutoparError:
+    """Sizes that do not fit may be those of an input that has no rows."""
+    n, many = call.num_rows, sum(call.rows) > 1
+    if f"{ROWS}" not in error.what or not many:
+        return error
+    return type(error)(
+        f"{error.what} (an input is taken for rows if its first dim is {n}, as the batch's; if one "
+        f"is none, say a mask of {n} x {n}, call with another number of rows first, or make it a "
+        "buffer)", where=error.where, fix=error.fix)
 
 
 @contextlib.contextmanager
