@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar_torch as ap
 import claims
 from autopar_torch.trace.call import take_apart
 from autopar_torch.trace.settings import settings_in, shown
-from nets import DP2, PP2, Net, batch, near, net, parallel, refused, step
+from nets import DP2, PP2, Net, batch, counted, near, net, parallel, refused, step
 
 SCALE = 1.0
 CONFIG = {"model": {"scale": 1.0}}
@@ -67,6 +69,38 @@ class GlobalObject(Cooled):
         return args.scale  # type: ignore[no-any-return]
 
 
+class Namespace:
+    scale = 1.0
+
+
+class InNamespace(Cooled):
+    def number(self) -> float:
+        return Namespace.scale
+
+
+class Private(Cooled):
+    def __init__(self) -> None:
+        super().__init__()
+        self._scale = 1.0
+
+    def number(self) -> float:
+        return self._scale
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return call
+
+
+class Decorated(Cooled):
+    @decorated
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return super().forward(x / SCALE, y)
+
+
 def _scale() -> float:
     return SCALE
 
@@ -92,6 +126,8 @@ KINDS: list[tuple[type[nn.Module], Callable[[Any], None]]] = [
     (Global, lambda _: globals().update(SCALE=2.0)),
     (GlobalDict, lambda _: CONFIG["model"].update(scale=2.0)),
     (GlobalObject, lambda _: setattr(args, "scale", 2.0)),
+    (InNamespace, lambda _: setattr(Namespace, "scale", 2.0)),
+    (Decorated, lambda _: globals().update(SCALE=4.0)),
     _in_function(),
 ]
 
@@ -113,6 +149,10 @@ class Tempered(Net):
 def claim_attributes_that_are_set_on_the_model_are_those_of_the_module() -> None:
     model, plain = parallel(DP2, Tempered), net(Tempered)
     assert step(model, plain)
+    private, other = parallel(DP2, Private), net(Private)
+    assert step(private, other)
+    private._scale = other._scale = 2.0
+    assert step(private, other, 1) and private.module._scale == 2.0
     for name in ("scale", "more"):
         for own in (model, plain):
             setattr(own, name, 0.25)
@@ -187,6 +227,55 @@ def claim_what_forward_changes_outside_of_modules_is_refused_where_it_is_split()
         said = refused(lambda k=kind: parallel(PP2, k)(*batch()))
         assert f"forward changes {word}" in said.replace("test_settings.", ""), said
     assert "calls" not in CONFIG["model"]
+
+
+NAN = float("nan")
+loss: Any = None
+
+
+class Calm(Net):
+    """Reads a number that is no number, and has attributes with names of globals."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.MSELoss()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return super().forward(x.masked_fill(x > 1e9, NAN), y)
+
+    def other(self) -> Any:
+        return SCALE, self.loss, loss
+
+
+def claim_what_forward_does_not_read_traces_nothing() -> None:
+    model, plain = parallel(DP2, Calm), net(Calm)
+    with counted(model) as times:
+        for seed in range(3):
+            globals().update(SCALE=float(seed), loss=torch.ones(1) * seed)
+            assert step(model, plain, seed) and not model.fallback_reason
+    assert times == [1], times
+
+
+def claim_a_number_that_changes_on_one_rank_is_named() -> None:
+    model, plain = parallel(DP2, GlobalDict), net(GlobalDict)
+    assert step(model, plain)
+    CONFIG["model"]["scale"] = 2.0 if dist.get_rank() == 0 else 1.0
+    said = refused(lambda: model(*batch()))
+    CONFIG["model"]["scale"] = 1.0
+    assert "state of the module" in said, said
+
+
+class Late(Calm):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        Calm.calls += 1
+        return super().forward(x, y)
+
+
+def claim_what_is_undone_is_undone_where_it_was() -> None:
+    assert "Calm.calls" in refused(lambda: parallel(PP2, Late)(*batch()))
+    assert Calm.calls == 0 and "calls" not in vars(Late)
 
 
 class Taught(Net):

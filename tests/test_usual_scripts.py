@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +157,9 @@ def claim_named_tuples_and_sequences_are_what_they_are() -> None:
     out = parallel(DP2, Named, outputs=("logits",))(*batch())
     assert isinstance(out, Output) and out.number == 3 and out.logits.shape == (8, 4)
     out.backward()
+    again = pickle.loads(pickle.dumps(out._replace(logits=None, loss=None)))
+    assert type(again) is Output and again.number == 3
+    assert torch.utils._pytree.tree_map(type, out).loss is not Output
     model = parallel(PP2, lambda: nn.Sequential(  # type: ignore[arg-type]
         nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
     assert len(model) == 5 and model[0].out_features == 8 and len(list(model)) == 5 and model

@@ -51,8 +51,9 @@ class Around(nn.Module):
     def _is_own(self, name: str) -> bool:
         """Until it is made, all is; then what it has, may have, or keeps to itself."""
         own = vars(self)
-        return ("_is_made" not in own or name.startswith("_") or name in own or name == "module"
-                or hasattr(type(self), name) or name in type(self).__annotations__)
+        return ("_is_made" not in own or name in own or name == "module"
+                or hasattr(type(self), name) or name in type(self).__annotations__
+                or (name.startswith("_") and not hasattr(self.module, name)))
 
     def _ready(self) -> None:
         """From now on the user sets attributes, too."""

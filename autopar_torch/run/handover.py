@@ -89,6 +89,8 @@ def grads_kept(params: Iterable[nn.Parameter]) -> Iterator[None]:
     before = [(param, param.grad) for param in params if param.grad is not None]
     for param, _ in before:
         param.grad = None
-    yield
-    for param, grad in before:
-        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, grad in before:
+            param.grad = grad

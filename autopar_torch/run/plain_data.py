@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import RunError
 from .sharded import Sharded, plainly
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -30,6 +31,9 @@ class Data:
             with plainly():
                 value = value.full()
         _DATA.__set__(x, value)
+
+
+_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
 
 class _Done:
@@ -53,6 +57,9 @@ def _among_equals(plain: Any, adds: bool) -> Any:
         if not isinstance(tensor, Sharded):
             return plain(tensor, *args, **kwargs)
         op = kwargs.get("op", args[0] if args else dist.ReduceOp.SUM)
+        if adds and op not in _OPS:
+            raise RunError(f"all_reduce of a part of a parameter by {op}", where="all_reduce",
+                           fix="sum, average, or take the least or the largest")
         if adds and op == dist.ReduceOp.SUM:
             tensor.mul_(dist.get_world_size(kwargs.get("group", args[1] if args[1:] else None)))
         return _Done() if kwargs.get("async_op") or args[2:3] == (True,) else None

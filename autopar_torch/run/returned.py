@@ -88,9 +88,12 @@ class LossLike:
     _loss: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._loss, name)
+        return self._loss if name == "loss" else getattr(self._loss, name)
+
+    def __reduce__(self) -> Any:
+        return _plain_maker(type(self).__mro__[2]), (tuple(self),)  # type: ignore[call-overload]
 
 
 for _use in ("float", "format", "mul", "rmul", "truediv", "rtruediv", "sub", "rsub", "neg"):
@@ -100,7 +103,14 @@ for _use in ("float", "format", "mul", "rmul", "truediv", "rtruediv", "sub", "rs
 
 @functools.cache
 def _with_loss(kind: type) -> type:
-    return type(kind.__name__, (LossLike, kind), {})
+    made = type(kind.__name__, (LossLike, kind), {})
+    pytree.register_pytree_node(made, lambda own: (list(own), None),
+                                lambda leaves, _: _plain_maker(kind)(leaves))
+    return made
+
+
+def _plain_maker(kind: Any) -> Any:
+    return getattr(kind, "_make", kind)
 
 
 def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> Any:

@@ -55,6 +55,7 @@ class Burnt:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.number = model, 0
+        self.num_outside = 0  # how often something has changed that may differ from rank to rank
         self.reads: frozenset[Read] = frozenset()
         self._objects: dict[int, tuple[int, Any]] = {}  # identity -> number, and the object
         self._digest = (0, 0)
@@ -81,8 +82,8 @@ class Burnt:
     def digest(self) -> int:
         """Equal on all ranks where the module is, whatever else they have (as `rank`)."""
         if self._digest[0] != self.number:
-            text = repr(sorted(item for item in self.state.items()
-                               if not item[0][0].startswith(OUTSIDE)))
+            text = repr([self.num_outside, *sorted(item for item in self.state.items()
+                                                   if not item[0][0].startswith(OUTSIDE))])
             made = hashlib.blake2b(text.encode(), digest_size=7).digest()
             self._digest = self.number, int.from_bytes(made)
         return self._digest[1]
@@ -123,6 +124,9 @@ class Burnt:
         self._containers = [v for v in values if isinstance(v, (list, dict, set)) and is_plain(v)]
         self._copies = copy.deepcopy(self._containers)
         state = dict(self._describe(modules, self.reads))
+        outside = {key: text for key, text in state.items() if key[0].startswith(OUTSIDE)}
+        if self.number and not outside.items() <= self.state.items():
+            self.num_outside += 1
         if self.number == 0 or state != self.state:
             self.state: ReadAttributes = state
             self.number += 1

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import PlanError, TraceError
 from .burnt import HOOKS, Read, attributes, is_library, kind_of, user_hooks
-from .settings import PLAIN, UNREAD, is_plain, mentioned, settings_in
+from .settings import PLAIN, UNREAD, is_plain, mentioned, settings_in, text_of
 
 _Cached = functools._lru_cache_wrapper
 _NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep none
@@ -88,7 +88,7 @@ class Effects:
             for mention, value, items in self.outside:
                 if mention.get() is not value:
                     mention.put(value)
-                if value != items:
+                if isinstance(value, (list, dict, set)) and text_of(value) != text_of(items):
                     _refill(value, _held(items))
             for now, then in children:
                 now.clear()
@@ -106,7 +106,7 @@ class Effects:
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )
         for mention, _, items in self.outside:
-            if mention.get() != items:
+            if text_of(mention.get()) != text_of(items):
                 raise TraceError(
                     f"forward changes {mention.name}, and a trace would change it once",
                     where="forward", fix="keep it in a buffer of a module" + _OTHERS)

@@ -221,7 +221,7 @@ def settle(graph: fx.Graph, consts: Mapping[fx.Node, Tensor], batch: list[fx.Nod
             _write_const(graph, place, value, twin, batch)
     for leaf, own in zip(numbers, twins, strict=True):
         if _differ(leaf.number, own.number) or (
-                leaf.number != own.number and _is_computed_with(leaf)):
+                repr(leaf.number) != repr(own.number) and _is_computed_with(leaf)):
             _write(graph, leaf, own.number, batch)
     odd = {a for a, b in zip(sizes, others, strict=True) if _differ(a, b)}
     if seeming := [size for size in odd if size % ROWS == 0]:
@@ -236,8 +236,8 @@ def _sizes(graph: fx.Graph) -> Iterator[int]:
 
 
 def _differ(number: float, twin: float) -> bool:
-    """Whether they depend on the rows otherwise than as multiples."""
-    return number != twin and _apart(number, ROWS) != _apart(twin, OTHER_ROWS)
+    """Whether they depend on the rows otherwise than as multiples. NaN is as NaN."""
+    return repr(number) != repr(twin) and _apart(number, ROWS) != _apart(twin, OTHER_ROWS)
 
 
 def refuse_odd(pieces: Sequence[TracedBlock]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,11 +29,16 @@ class Mention(NamedTuple):
     key: str
 
     def get(self) -> Any:
-        return (self.own.get(self.key) if isinstance(self.own, dict)
-                else getattr(self.own, self.key, None))
+        if isinstance(self.own, dict):
+            return self.own.get(self.key)
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            return getattr(self.own, self.key, None)
 
     def put(self, value: Any) -> None:
-        put = self.own.__setitem__ if isinstance(self.own, dict) else partial(setattr, self.own)
+        own = self.own
+        if isinstance(own, type):  # where it was
+            own = next((base for base in own.__mro__ if self.key in vars(base)), own)
+        put = own.__setitem__ if isinstance(own, dict) else partial(setattr, own)
         put(self.key, value)
 
 
@@ -81,37 +88,44 @@ def settings_in(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def mentioned(kinds: Iterable[type]) -> Iterator[Mention]:
-    """What methods of these classes, and functions that they name, may read besides: attributes of
-    the classes, global names, and variables of functions around."""
-    todo: deque[Any] = deque()
-    for kind in kinds:
-        held = [item for base in kind.__mro__ if not _is_library(base)
-                for item in vars(base).items()]
-        todo += [own for _, own in held]
-        yield from (Mention(f"{kind.__qualname__}.{key}", kind, key)
-                    for key in {key for key, _ in held} if not key.startswith("__"))
+    """What forward of these classes, and what it calls by name, may read besides: attributes of the
+    classes, global names, variables of functions around, attributes of modules and classes."""
     seen = set[int]()
-    while todo:
-        own = todo.popleft()
-        own = getattr(own, "__func__", None) or getattr(own, "fget", None) or own
-        if not isinstance(own, FunctionType) or _is_library(own) or id(own) in seen:
-            continue
-        seen.add(id(own))
-        names = _names(own.__code__)
-        for name in names & own.__globals__.keys():
-            value = own.__globals__[name]
-            yield Mention(f"{own.__module__}.{name}", own.__globals__, name)
-            todo.append(value)
-            if isinstance(value, ModuleType) and not _is_library(value):
-                yield from (Mention(f"{value.__name__}.{key}", value, key)
-                            for key in names & vars(value).keys())
-        for name, cell in zip(own.__code__.co_freevars, own.__closure__ or (), strict=True):
-            yield Mention(f"{own.__qualname__}.{name}", cell, "cell_contents")
+    for kind in kinds:
+        held = {key: base for base in reversed(kind.__mro__) if not _is_library(base)
+                for key in vars(base)}
+        todo: deque[Any] = deque(vars(held[key])[key] for key in ("forward",) if key in held)
+        while todo:
+            own = todo.popleft()
+            own = getattr(own, "__func__", None) or getattr(own, "fget", None) or own
+            if not isinstance(own, FunctionType) or _is_library(own) or id(own) in seen:
+                continue
+            seen.add(id(own))
+            attributes, names = _names(own.__code__)
+            for key in attributes & held.keys():
+                yield Mention(f"{held[key].__qualname__}.{key}", kind, key)
+                todo.append(vars(held[key])[key])
+            found = [Mention(f"{own.__module__}.{name}", own.__globals__, name)
+                     for name in names & own.__globals__.keys()]
+            found += [Mention(f"{own.__qualname__}.{name}", cell, "cell_contents") for name, cell
+                      in zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)]
+            for mention in found:
+                yield mention
+                value = mention.get()
+                todo.append(value)
+                if isinstance(value, (ModuleType, type)) and not _is_library(value):
+                    for key in attributes & vars(value).keys():
+                        yield Mention(f"{value.__name__}.{key}", value, key)
+                        todo.append(vars(value)[key])
 
 
-def _names(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names(own) for own in code.co_consts
-                                      if isinstance(own, CodeType)))
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """Of attributes, and of globals."""
+    names = {str(step.argval) for step in dis.get_instructions(code)
+             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = [_names(own) for own in code.co_consts if isinstance(own, CodeType)]
+    return (set(code.co_names).union(*(own for own, _ in inner)),
+            names.union(*(own for _, own in inner)))
 
 
 def _is_library(own: Any) -> bool:
@@ -122,15 +136,17 @@ def _is_library(own: Any) -> bool:
 def shown(value: Any) -> str:
     """Text of an argument that is no tensor, by what it holds: never an address."""
     if isinstance(value, np.ndarray):
-        return f"array {value.dtype} {value.shape} {zlib.crc32(np.ascontiguousarray(value).data)}"
+        return f"array {value.dtype} {value.shape} {zlib.crc32(value.tobytes())}"
     if is_settings(value):
         return repr([(path, type(own).__qualname__, sorted(
             (key, shown(item)) for key, item in vars(own).items() if not is_settings(item)))
             for path, own in settings_in([("", value)])])
     if isinstance(value, FunctionType):
-        code, cells = value.__code__, [cell.cell_contents for cell in value.__closure__ or ()]
+        code, cells = value.__code__, [Mention("", own, "cell_contents").get()
+                                       for own in value.__closure__ or ()]
         return repr((code.co_filename, code.co_firstlineno, value.__qualname__,
-                     shown(value.__defaults__), [shown(cell) for cell in cells]))
+                     shown(value.__defaults__),
+                     [shown(own) for own in cells if not isinstance(own, FunctionType)]))
     if isinstance(value, partial):
         return repr([shown(own) for own in (value.func, *value.args, *value.keywords.items())])
     text = text_of(value)
