@@ -300,7 +300,7 @@ def test_equal_sets_are_alike_in_whatever_order_they_come() -> None:
     assert states[0] == states[1]
 
 
-def test_a_look_is_quicker_than_listing_modules_and_parameters() -> None:
+def test_a_look_is_quicker_than_listing_the_modules() -> None:
     import timeit
 
     from autopar_torch.trace.burnt import Burnt
@@ -308,8 +308,7 @@ def test_a_look_is_quicker_than_listing_modules_and_parameters() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
     burnt = Burnt(model)
     compare, listing = (min(timeit.repeat(run, number=20, repeat=20))
-                     for run in (burnt.compare, lambda: [*model.named_modules(),
-                                                         *model.named_parameters()]))
+                     for run in (burnt.compare, lambda: list(model.named_parameters())))
     assert compare < listing
 
 

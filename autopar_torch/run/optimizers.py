@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import plain_data
+from . import patches
 from .sharded import Sharded, ShardedParameter, mark, plainly
 
 Optimizer = optim.Optimizer
@@ -38,7 +38,7 @@ _hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has not
 @cache
 def attend() -> None:
     """Hook into every step of every optimizer from now on."""
-    plain_data.attend()
+    patches.attend()
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 

@@ -143,8 +143,7 @@ def leave(module: nn.Module, values: dict[str, Tensor], form: Form) -> dict[str,
 
 def ends_of(output: Any) -> list[Tensor]:
     """What a backward can begin at."""
-    tree = tuple(output) if isinstance(output, LossLike) else as_tree(output)
-    leaves = pytree.tree_leaves(tree)
+    leaves = pytree.tree_leaves(as_tree(output))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

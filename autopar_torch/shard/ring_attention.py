@@ -128,6 +128,9 @@ class RingAttention(nn.Module):
         y = _Ring.apply(*(x.transpose(1, 2) for x in (q, k, v)), self)
         return cast(Tensor, y).transpose(1, 2)
 
+    def extra_repr(self) -> str:
+        return f"{self.n} ranks"
+
     def scale_of(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 

@@ -148,3 +148,6 @@ class SpatialLinear(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cast(Tensor, _Spatial.apply(x, weight, bias, self))
+
+    def extra_repr(self) -> str:
+        return f"{self.ring.n} x {self.ring.n}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
-from .settings import settings_in, shown
+from .settings import is_plain, settings_in, shown
 
 Rowless = tuple[str, int, tuple[int, ...]]  # form of a call, number of a tensor, and its shape
 
@@ -108,7 +108,7 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 def _refuse_hidden(leaves: Sequence[Any]) -> None:
     """A trace would keep the tensors of the first call, and each replica would take them whole."""
-    held = [(type(leaf).__qualname__, leaf) for leaf in leaves]
+    held = [(type(leaf).__qualname__, leaf) for leaf in leaves if not is_plain(leaf)]
     held += [(f"{path}.{key}", value) for path, own in settings_in(held)
              for key, value in vars(own).items()]
     for path, value in held:

@@ -170,11 +170,11 @@ class _Writes:
     def _copy_out(self, node: fx.Node, target: fx.Node) -> None:
         """`torch.add(a, b, out=c)` is `c.copy_(a + b)`."""
         schema = node.target._schema  # type: ignore[union-attr]
-        names = [own.name for own in schema.arguments if own.name != "out"]
+        wanted = [(own.name, str(own.type)) for own in schema.arguments if own.name != "out"]
         packet = node.target.overloadpacket  # type: ignore[union-attr]
         plain = [getattr(packet, name) for name in packet.overloads()]
         twin = next((own for own in plain
-                     if [a.name for a in own._schema.arguments] == names), None)
+                     if [(a.name, str(a.type)) for a in own._schema.arguments] == wanted), None)
         if twin is None:
             raise _refusal(node, "`out=`")
         kwargs = {name: own for name, own in node.kwargs.items() if name != "out"}
