@@ -52,7 +52,8 @@ class Around(nn.Module):
         """Until it is made, all is; then what it has, may have, or keeps to itself."""
         own = vars(self)
         return ("_is_made" not in own or name in own or name == "module"
-                or hasattr(type(self), name) or name in type(self).__annotations__
+                or hasattr(type(self), name)
+                or any(name in getattr(own, "__annotations__", {}) for own in type(self).__mro__)
                 or (name.startswith("_") and not hasattr(self.module, name)))
 
     def _ready(self) -> None:
