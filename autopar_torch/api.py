@@ -58,7 +58,7 @@ def parallelize(
     guards: Guards | Mapping[str, Any] | None = None,
     batch_dim: int = 0,
     changes: following.OnChange = "tell",
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> ParallelModel:
     """The one new line: the model, trained on everything that torchrun started.
 
@@ -74,8 +74,9 @@ def parallelize(
     watched while training (see Guards). `batch_dim=1` serves models whose inputs have the
     sequence first and the rows of the batch in dim 1. `changes` says what happens when ranks or
     links between nodes become slower: "tell" names them, "follow" also moves to the plan that is
-    the fastest then, when that pays; "off" does not look (on GPUs nobody looks yet). With `compile`
-    each kind of block for which that is measured to be quicker runs compiled.
+    the fastest then, when that pays; "off" does not look (on GPUs nobody looks yet). Where
+    `compile` is true, or not given on GPUs, kinds of blocks that are measured to be quicker so run
+    compiled.
     """
     files.checked(batch_dim, Index, "batch_dim")
     files.checked(changes, following.OnChange, "changes")  # type: ignore[arg-type]
@@ -83,6 +84,7 @@ def parallelize(
     device = world.device()
     watched = files.checked({} if guards is None else guards, Guards, "guards")
     place = world.World(rank, size, watched.timeout_s)
+    compiles = device.type != "cpu" if compile is None else compile
     plan = plan or os.environ.get("AUTOPAR_PLAN")  # `autopar run --plan`
     agree.check_start(place, model, device, plan, constraints=constraints, confirm=confirm,
                       loss_fn=loss_fn, outputs=outputs, init_seed=init_seed, guards=guards,
@@ -105,7 +107,7 @@ def parallelize(
         with untouched(device):
             source = full_values(model, place, device, init_seed, weights)
             _take_up(parallel, call, tensors, given,
-                     _Request(limits, confirm, loss_fn, source, weights is None, changes, compile))
+                     _Request(limits, confirm, loss_fn, source, weights is None, changes, compiles))
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,

@@ -60,10 +60,10 @@ SCRIPTS = {
     "trust": Script("trust.table", "half an hour, --quick three minutes",
                     "every cell right, or refused by name", "--quick --plans tp2 --only "
                     "dataloader_shuffle,torch_clip_grad_norm,logits_and_loss,batch_mixes_rows"),
-    "coverage": Script("coverage.table", "an hour, --quick six minutes",
+    "coverage": Script("covered.table", "an hour, --quick six minutes",
                        "98 % of the cells exact, none wrong in silence",
                        "--only llama,bert,mixtral"),
-    "discover": Script("coverage.discover", "twenty minutes, --quick two",
+    "discover": Script("covered.discover", "twenty minutes, --quick two",
                        "no op takes a second", "--only mamba,rwkv,longformer"),
     "numbers": Script("trust.numbers", "half an hour, --quick a minute",
                       "1e-5 relative after three steps", "--ranks 2 --models gpt2,unet"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coverage import table
+from covered import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ["dp2", "tp2", "pp2"]

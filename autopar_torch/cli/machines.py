@@ -15,7 +15,7 @@ from ..errors import PlanError
 from .options import asked, lines, model_of, save, show
 
 PACKAGES = ("autopar_torch", "torch", "numpy", "msgspec", "safetensors", "transformers",
-            "accelerate", "nvidia-nccl-cu12")
+            "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SETTINGS = ("AUTOPAR", "NCCL", "CUDA", "GLOO", "TORCH", "OMP", "MASTER", "RANK", "WORLD_SIZE",
             "LOCAL_RANK", "XDG_CACHE_HOME")
 PROBE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import os
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch.distributed as dist
+
+from ..errors import RunError
 
 log = logging.getLogger("autopar_torch")
 STATUS = 6  # of a rank that gives up
@@ -50,13 +53,20 @@ def cut() -> None:
     """Wake every thread that waits for a peer: its wait ends with an error."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()
-        return
     now = _sockets()
     for fd, what in _lines.items():
         if now.get(fd) == what:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as line:
                 if not line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     line.shutdown(socket.SHUT_RDWR)
+
+
+def interrupt(thread: int, error: RunError) -> None:
+    """Raise it in a thread as soon as that is back in Python: a wait for NCCL that is cut ends
+    without an error."""
+    kind = type("RunError", (RunError,), {"__init__": lambda own: RunError.__init__(
+        own, error.what, where=error.where, fix=error.fix)})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 def show_stacks() -> None:

@@ -140,12 +140,18 @@ class Lookout:
         return self.board.verdict() or standing.gone()
 
     def _turn(self, waited_s: float) -> None:
-        busy = self.action is IN_CODE or self.verdict is not None
-        if not busy and waited_s >= self.next_check_s:
+        in_code = self.action is IN_CODE  # a collective of the script may wait for anything
+        if self.verdict is None and self._waits(in_code) and waited_s >= self.next_check_s:
             self.next_check_s += min(self.next_check_s, self.limit_s / 4)
-            found = self._check(waited_s)
+            found = self._cause(self._standing()) if in_code else self._check(waited_s)
             if found is not None:
-                self._end(found)
+                self._end(found, in_code)
+
+    def _waits(self, in_code: bool) -> bool:
+        """The main thread, for others: in a call of ours, or in a collective of the script."""
+        if in_code:
+            return exchanges(sys._current_frames().get(self.main))
+        return self.action is not IN_CODE
 
     def _check(self, waited_s: float) -> Verdict | None:
         standing = self._standing()
@@ -178,13 +184,15 @@ class Lookout:
             self.verdict = verdict
         return error
 
-    def _end(self, found: Verdict) -> None:
+    def _end(self, found: Verdict, in_code: bool) -> None:
         """Say why, and wake the main thread; if it does not wake, end without it."""
-        self._tell(found)
+        error = self._tell(found)
         ending.show_stacks()
-        ending.cut()
+        if in_code:
+            ending.interrupt(self.main, error)
+        threading.Thread(target=ending.cut, daemon=True).start()  # NCCL may wait for the GPU
         deadline = time.monotonic() + GRACE_S
-        while self.action is not IN_CODE:
+        while self._waits(in_code):
             if time.monotonic() > deadline:
                 log.error("%s does not wake up from %s and ends", self.own, self.action)
                 ending.give_up()

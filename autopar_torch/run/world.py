@@ -84,7 +84,7 @@ class World:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if backend_of() == "nccl":
                 self.open_channels()
-                self.words = dist.new_group(backend="gloo", timeout=self.timeout)
+                self.words = self._group(backend="gloo")
             self.aside = self._group()
             transport.run_gloo_threads_as_batch()
 
@@ -103,9 +103,9 @@ class World:
         messages between two ranks one way only."""
         self.channels = self._group(), self._group()
 
-    def _group(self, ranks: list[int] | None = None) -> Any:
+    def _group(self, ranks: list[int] | None = None, backend: str | None = None) -> Any:
         with ending.opening():
-            return dist.new_group(ranks, timeout=self.timeout)
+            return dist.new_group(ranks, timeout=self.timeout, backend=backend)
 
     def enter_channels(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The first message between two ranks in a group makes both wait for each other: that

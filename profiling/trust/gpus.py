@@ -26,8 +26,8 @@ class _OnGpu(TorchFunctionMode):
         if func not in _device_constructors() or given.get("device") is not None:
             return func(*args, **given)
         if getattr(given.get("generator"), "device", None) == torch.device("cpu"):
-            return func(*args, **given, device="cpu").cuda()
-        return func(*args, **given, device="cuda")
+            return func(*args, **{**given, "device": "cpu"}).cuda()
+        return func(*args, **{**given, "device": "cuda"})
 
 
 def there() -> bool:

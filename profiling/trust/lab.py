@@ -77,7 +77,7 @@ class Wrap:
             options = {"constraints": {"precision": precision}} | options
         else:
             options["plan"] = ap.Plan.uniform(**self.degrees, precision=precision)
-        return ap.parallelize(model, **({"guards": GUARDS} | options))
+        return ap.parallelize(model, **({"guards": GUARDS, "compile": False} | options))
 
     @property
     def is_library(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coverage import others
+from covered import others
 
 OTHER = "others"
 RATE = 0.1

@@ -35,7 +35,7 @@ from autopar_torch.cluster import Link
 from autopar_torch.run import shardings
 from autopar_torch.shard.price import Prices, op_seconds
 from autopar_torch.shard.solve import chosen_way, ways
-from coverage.architectures import (
+from covered.architectures import (
     OTHER,
     RATE,
     TASKS,
@@ -47,7 +47,7 @@ from coverage.architectures import (
     listed,
     loss_of,
 )
-from coverage.others import OPTIONS
+from covered.others import OPTIONS
 from trust import gpus
 from trust.lab import EXACT, Case, Wrap
 from trust.table import GOOD, PLANS, run_case, warm_up

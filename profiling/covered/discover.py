@@ -20,7 +20,7 @@ from typing import Any
 from autopar_torch.files import save
 from autopar_torch.trace import discover, trace
 from autopar_torch.trace.call import take_apart
-from coverage.architectures import TASKS, Architecture, batch, build, dtype_of, listed
+from covered.architectures import TASKS, Architecture, batch, build, dtype_of, listed
 
 LIMIT_S, SLOW_S = 60, 1.0
 
