@@ -16,7 +16,7 @@ from autopar_torch.errors import ProfileError
 from autopar_torch.find import measuring, offline
 from autopar_torch.find.session import session
 from autopar_torch.measure import session as sessions
-from autopar_torch.measure.bytes import TensorBytes
+from autopar_torch.measure.bytes import TensorBytes, counting
 from autopar_torch.measure.room import PART, capped, chain_bytes, chain_of
 from autopar_torch.measure.session import Session
 from autopar_torch.plan import fit
@@ -88,6 +88,31 @@ def test_a_chain_takes_at_most_what_was_said_and_not_much_less(
         end = count.mark()
     used = sum(lasting.values()) + count.peak(start, end)
     assert used <= chain_bytes(needs, found.traced) <= 4 * used
+
+
+def test_on_a_gpu_bytes_are_counted_by_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = most = 0
+
+    def hold(size: int) -> None:
+        nonlocal now, most
+        now, most = now + size, max(most, now + size)
+
+    def forget() -> None:
+        nonlocal most
+        most = now
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget)
+    with counting(torch.device("cuda")) as count:
+        marks = []
+        for sizes in ((5,), (40, -30), (7, -2), (-1,)):
+            for size in sizes:
+                hold(size)
+            marks.append(count.mark())
+    assert [count.at(mark) for mark in marks] == [5, 15, 20, 19]
+    assert count.peak(marks[0], marks[1]) == 45 and count.peak(marks[1], marks[3]) == 22
+    assert isinstance(counting(torch.device("cpu")), TensorBytes)
 
 
 def test_chains_stand_on_one_ground(

@@ -23,7 +23,7 @@ from ..shard.layout import local_shape, parse_forms
 from ..shard.linear import WeightQueue, delivered, wants_delivery
 from ..shard.lower import lower
 from ..trace import Traced
-from .bytes import TensorBytes
+from .bytes import Counting
 from .room import num_copies
 from .samples import Columns, Sample, sampled, scales, seconds
 from .stats import uncertainty
@@ -191,12 +191,12 @@ class TimedChain:
         usual = median([s.compute_s for s in self.typical.samples["forward"]])
         return max(0.0, median([s.compute_s for s in self.switched]) - usual)
 
-    def run_counted(self, count: TensorBytes) -> None:
+    def run_counted(self, count: Counting) -> None:
         """Each block once while its bytes are counted; they do not vary."""
         for runner in self.first:
             runner.counted = _run_counted(runner, count, self._linears)
 
-    def read_bytes(self, count: TensorBytes) -> None:
+    def read_bytes(self, count: Counting) -> None:
         for runner in self.first:
             if runner.counted is not None:
                 self.num_bytes[runner.need] = _bytes(runner.counted, count)
@@ -275,7 +275,7 @@ def _shape(slot: str, info: TensorInfo, need: BlockNeed,
     return shape, getattr(torch, info.dtype)
 
 
-def _run_counted(runner: Runner, count: TensorBytes, linears: Linears) -> Counted:
+def _run_counted(runner: Runner, count: Counting, linears: Linears) -> Counted:
     """Bytes are marked before a run, after its forward and after its backward; in another run after
     the input part of its backward. Gradients are there already, so both runs add to them."""
     with linears():
@@ -301,7 +301,7 @@ def _run_counted(runner: Runner, count: TensorBytes, linears: Linears) -> Counte
     return Counted((start, ran, end, again, back), out, given)
 
 
-def _bytes(run: Counted, count: TensorBytes) -> dict[str, float]:
+def _bytes(run: Counted, count: Counting) -> dict[str, float]:
     """What a block keeps and needs, beyond what was there before."""
     start, ran, end, again, back = run.marks
     before = count.at(start)

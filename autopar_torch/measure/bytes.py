@@ -88,3 +88,33 @@ class TensorBytes:
     def peak(self, start: int, end: int) -> int:
         """The most that was alive between two moments."""
         return max([self.at(start), *self.alive[self._place(start) : self._place(end)]])
+
+
+class AllocatorBytes:
+    """The same on a GPU, as its allocator says; `peak` is asked for marks one after the other."""
+
+    def __enter__(self) -> Self:
+        self.seen: list[tuple[int, int]] = []  # at each mark: bytes, and the most since the last
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def mark(self) -> int:
+        self.seen.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+        torch.cuda.reset_peak_memory_stats()
+        return len(self.seen) - 1
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def at(self, mark: int) -> int:
+        return self.seen[mark][0]
+
+    def peak(self, start: int, end: int) -> int:
+        return max(self.at(start), *(most for _, most in self.seen[start + 1 : end + 1]))
+
+
+Counting = TensorBytes | AllocatorBytes
+
+
+def counting(device: torch.device) -> Counting:
+    return TensorBytes() if device.type == "cpu" else AllocatorBytes()

@@ -31,7 +31,7 @@ from ..shard.price import Prices
 from ..trace import Traced
 from . import nvml
 from .blocks import BACKWARDS, Axes, Context, Ground, TimedChain
-from .bytes import TensorBytes
+from .bytes import counting
 from .links import Lines, Places, barrier
 from .overheads import Extras
 from .room import Chain, chain_bytes, chain_of
@@ -87,7 +87,7 @@ class Session:
                                   self.context(chain.rows), self.ground)
                 for chain in sorted(sizes, key=lambda chain: -sizes[chain])}
         made = {chain: made[chain] for chain in sizes}
-        with TensorBytes() as count:
+        with counting(self.device) as count:
             for blocks in made.values():
                 blocks.run_counted(count)
                 barrier(self.places)
