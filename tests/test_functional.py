@@ -128,6 +128,7 @@ def _itself(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
 def _by_dropout(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
     y = x * w
     F.dropout(y, 0.5, training=False).mul_(3)
+    F.dropout(y, 0.0)[:, 0] = 4
     return F.relu(y[:, 1:] * 2, inplace=True).sum() + y.sum()
 
 

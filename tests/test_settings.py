@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import autopar_torch as ap
 import claims
+from autopar_torch.run.model import ParallelModel
 from autopar_torch.trace.call import take_apart
 from autopar_torch.trace.settings import settings_in, shown
 from nets import DP2, PP2, Net, batch, counted, near, net, parallel, refused, step
@@ -150,9 +151,11 @@ def claim_attributes_that_are_set_on_the_model_are_those_of_the_module() -> None
     model, plain = parallel(DP2, Tempered), net(Tempered)
     assert step(model, plain)
     private, other = parallel(DP2, Private), net(Private)
+    private.__class__ = type("Trained", (ParallelModel,), {})  # as transformers' Trainer has it
     assert step(private, other)
     private._scale = other._scale = 2.0
     assert step(private, other, 1) and private.module._scale == 2.0
+    assert "graph" not in vars(private.module)
     for name in ("scale", "more"):
         for own in (model, plain):
             setattr(own, name, 0.25)
@@ -160,7 +163,10 @@ def claim_attributes_that_are_set_on_the_model_are_those_of_the_module() -> None
     for own in (model, plain):
         del own.more
     assert step(model, plain, 2) and not hasattr(model.module, "more")
-    model.head = nn.Linear(8, 4)
+    model.register_buffer("more", torch.tensor(0.5))
+    assert "more: added" in refused(lambda: model(*batch()))
+    del model.more
+    model.add_module("head", nn.Linear(8, 4))
     assert "head.weight" in refused(lambda: model(*batch()))
 
 

@@ -42,6 +42,17 @@ class Around(nn.Module):
         else:
             setattr(self.module, name, value)
 
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self.module.add_module(*args, **kwargs)
+
+    register_module = add_module
+
     def __delattr__(self, name: str) -> None:
         if self._is_own(name):
             super().__delattr__(name)

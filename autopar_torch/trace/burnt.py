@@ -93,6 +93,7 @@ class Burnt:
             return (
                 all(len(d) == len(values) and all(map(is_, d.values(), values))
                     for d, values in self._tables)
+                and not any(self._empty)
                 and list(map(len, self._hooks)) == self._num_hooks
                 and list(map(_grad, self._tensors)) == self._grads
                 and list(map(_version, self._loose)) == self._versions
@@ -102,10 +103,9 @@ class Burnt:
 
     def _refresh(self) -> None:
         modules = dict(self.model.named_modules())
-        tables: list[Any] = [vars(m) for m in modules.values()]
-        tables += [
-            t for m in modules.values() for t in (m._parameters, m._buffers, m._modules) if t
-        ]
+        held = [t for m in modules.values() for t in (m._parameters, m._buffers, m._modules)]
+        self._empty = [table for table in held if not table]
+        tables: list[Any] = [*map(vars, modules.values()), *filter(None, held)]
         named = list(mentioned({type(own) for own in modules.values()}))
         self._mentioned = [(mention, value) for mention in named
                            if is_plain(value := mention.get()) or is_settings(value)

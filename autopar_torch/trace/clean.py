@@ -166,11 +166,17 @@ def _say_sizes(graph: fx.Graph) -> None:
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Casts to the same type, dropout that drops nothing, and what nobody reads."""
+    """Casts to the same type, dropout that drops nothing, and what nobody reads. Dropout that drops
+    nothing returns what it is given, so who shows its memory shows that."""
+    owners: dict[int, frozenset[int]] = {}
     for node in list(graph.nodes):
-        name = schema_name(node)
+        name, memory = schema_name(node), node.meta.get("memory", frozenset())
+        node.meta["memory"] = frozenset().union(*(owners.get(own, {own}) for own in memory))
         same = name in _CASTS and info_of(node) == info_of(node.args[0])  # type: ignore[arg-type]
         idle = name in _DROPOUTS and (node.args[1] == 0.0 or not node.args[2])
+        if idle:
+            given = node.args[0].meta["memory"]  # type: ignore[union-attr]
+            owners.update(dict.fromkeys(node.meta["memory"], given))
         if same or idle:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)
