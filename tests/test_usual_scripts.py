@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar_torch as ap
 import claims
 from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, step, step_losses
 
@@ -43,6 +44,31 @@ class Counted(Net):
         noise = 0 * (torch.empty_like(x).normal_() + x.new_zeros(len(x), 1).uniform_())
         noise = noise + 0 * F.gumbel_softmax(x) + 0 * torch.distributions.Normal(x, 1.0).rsample()
         return super().forward(torch.fft.irfft(low, n=8) + noise + 1e-2 * self.positive, y)
+
+
+class Bags(nn.Module):
+    """Texts one after another, and where each begins: no input has a row for each text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(50, 16), nn.Linear(16, 4)
+
+    def forward(self, text: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(self.words(text, offsets))
+
+
+def claim_a_plan_that_is_found_for_bags_of_words_is_right() -> None:
+    text, offsets = torch.arange(40) % 50, torch.tensor([0, 3, 4, 9, 20, 21, 30, 35])
+    module, plain = Bags(), Bags()
+    plain.load_state_dict(module.state_dict())
+    plan = ap.plan(module, (text, offsets), "2xL4", global_batch_size=40, constraints={"tp": 2})
+    model = ap.parallelize(module, plan=plan.plan)
+    got, want = model(text, offsets), plain(text, offsets)
+    got.square().mean().backward()
+    want.square().mean().backward()
+    assert near(got, want)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(own.grad, other.grad)
 
 
 class Reverse(torch.autograd.Function):

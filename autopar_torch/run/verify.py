@@ -69,7 +69,8 @@ def _trials(parallel: ParallelModel, program: Program, call: Call,
             tensors: Sequence[Tensor]) -> Iterator[_Trial]:
     """Each sharding of each stage of this rank once, in one order on all ranks of the stage."""
     here = [t.to(parallel.device) for t in tensors]
-    rows = min(ROWS, call.num_rows)
+    coupled = program.traced.graph.coupled  # offsets of bags, say, point to all rows
+    rows = call.num_rows if coupled else min(ROWS, call.num_rows)
     whole = program.prologue.for_batch(call, here)
     context = program.prologue.for_rows(call, here, whole, 0, rows)
     graph = program.traced.graph
