@@ -34,11 +34,10 @@ from .search.space import Constraints
 from .simulate import simulate as simulated
 from .timeline import Timeline
 from .trace import Traced
-from .trace.call import Call, take_apart
+from .trace.call import Batch, Call, as_call, take_apart
 from .trace.form import LossFn
 
 log = logging.getLogger("autopar_torch")
-Batch = Mapping[str, Any] | Sequence[Any]
 Given = Constraints | Mapping[str, Any] | None
 Changes = History | str | os.PathLike[str]
 GivenPlan = Plan | str | os.PathLike[str] | None
@@ -119,7 +118,7 @@ def parallelize(
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
-        args, kwargs = _as_call(example_inputs)
+        args, kwargs = as_call(example_inputs)
         call, tensors, settle = parallel.same_batch.take(args, kwargs, model.training)
         settle()
         parallel.start(call, tensors)
@@ -256,10 +255,11 @@ def measure(
     limits, seconds = _limits(constraints, precision), files.checked(seconds, Seconds, "seconds")
     rank, size = world.start()
     place = world.World(rank, size)
-    call, tensors = take_apart(*_as_call(example_inputs), batch_dim)
+    call, tensors = take_apart(*as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    traced = tracing.once(own, place, model)(call, True, ("loss",))
+    call, tensors, traced = tracing.in_one_row(tracing.once(own, place, model), call, tensors,
+                                               True, ("loss",))
     with untouched(world.device()):
         cluster = session.cluster_of(place, traced.graph)
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
@@ -274,12 +274,13 @@ def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Co
     """The model, and the rows of a step: as asked for, else those of the example."""
     if num_rows is not None:
         files.checked(num_rows, Count, "global_batch_size")
-    call, _ = take_apart(*_as_call(example), batch_dim)
+    call, tensors = take_apart(*as_call(example), batch_dim)
     if not isinstance(model, nn.Module):
         raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    return own(call, True, ("loss",)), num_rows or call.num_rows
+    taken, _, traced = tracing.in_one_row(own, call, tensors, True, ("loss",))
+    return traced, 1 if not any(taken.rows) else num_rows or call.num_rows
 
 
 def _cased(model: nn.Module, example: Batch, cluster: offline.Where, num_rows: int | None,
@@ -305,15 +306,6 @@ def _beside(asked: Case) -> Result | None:
     except SearchError as error:
         log.info("no other plan beside this one: %s", error)
         return None
-
-
-def _as_call(example: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
-        return (), dict(example)
-    if not isinstance(example, (Tensor, Sequence)) or isinstance(example, (str, bytes)):
-        raise PlanError(f"{type(example).__name__} is no batch", where="example_inputs",
-                        fix="give a tensor, a tuple of them, or a dict by name")
-    return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
 def _read_plan(plan: GivenPlan, place: world.World, limits: Constraints) -> Plan:
@@ -368,9 +360,14 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     try:
         traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
     except TraceError as error:
-        _untraced(parallel, given, asked, error, call, tensors)
-        following.begin(parallel, asked.changes)
-        return
+        try:
+            _untraced(parallel, given, asked, error, call, tensors)
+            following.begin(parallel, asked.changes)
+            return
+        except (TraceError, PlanError) as refused:
+            call, tensors, traced = tracing.in_one_row(
+                parallel.retrace, call, tensors, True, ("loss", *parallel.outputs), error=refused)
+            parallel.same_batch.one_row = True
     plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
         parallel.world, given, traced, call.num_rows)
     if asked.compile or plan.compiled:

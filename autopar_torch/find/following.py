@@ -25,6 +25,7 @@ from ..run import optimizers
 from ..run.batches import Settle
 from ..run.model import ParallelModel
 from ..run.pace import Detector, Slowed, Stopwatch
+from ..run.randomness import untouched
 from ..search.explain import short
 from ..search.reasons import Case
 from .replan import Asking, Priced, Question, name_of
@@ -100,7 +101,8 @@ class Following:
         if word.plan is not None:
             self._move(word.plan)
         elif word.do != "nothing":
-            seen = look(self.nodes, self.world, self.parallel.device)
+            with untouched(self.parallel.device):
+                seen = look(self.nodes, self.world, self.parallel.device)
             if self.world.rank == 0:
                 self._saw(seen)
 

@@ -32,6 +32,7 @@ class SameBatch:
     def __init__(self, world: World, on: bool, batch_dim: int) -> None:
         self.world, self.on, self.batch_dim = world, on and world.size > 1, batch_dim
         self.num_calls, self.rowless = 0, set[Rowless]()
+        self.one_row = False  # no batch is shared out
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool,
              fingerprint: int = 0) -> tuple[Call, list[Tensor], Settle]:
@@ -47,6 +48,7 @@ class SameBatch:
             self._asked({"arguments": error.what}, {})()  # the other ranks wait for an answer
             raise
         self.rowless |= call.rowless
+        call, tensors = self.settled(call, tensors)
         facts: Facts = {}
         values: Facts = {}
         if self.on:
@@ -60,6 +62,9 @@ class SameBatch:
                 values = {f"values of {name}": f"checksum {_checksum(value):x}"
                           for name, value in named.items() if isinstance(value, Tensor)}
         return call, tensors, self._asked(facts, values)
+
+    def settled(self, call: Call, tensors: list[Tensor]) -> tuple[Call, list[Tensor]]:
+        return call.as_one_row(tensors) if self.one_row else (call, tensors)
 
     def _asked(self, facts: Facts, values: Facts) -> Settle:
         asked = [ask(self.world, digest(facts, values))] if self.on else []

@@ -66,7 +66,7 @@ def of(model: Fresh, traced: Traced, plan: Plan, call: Call, tensors: list[Tenso
         return FirstStep(call, {})
     try:  # on a copy with the same parameters: forward may keep something
         module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
-        with torch.no_grad(), untouched(model.device):
+        with torch.enable_grad(), untouched(model.device):  # forward may ask for gradients
             before = _drawn(model.device)
             _, found = outputs_of(module, loss_fn, *call.rebuild(tensors))
             drew = before != _drawn(model.device)

@@ -136,7 +136,7 @@ class ParallelModel(Around):
         self.world.enter_channels(pair for replica in plan.replicas for pair in neighbours(replica))
         self.reducer = self._reducer()
         traced, call = self._first
-        self._programs = {(call.key, True): [self._made(traced, plan)]}
+        self._programs = {(call.key, True, True): [self._made(traced, plan)]}
         self._seen_changes = self.burnt.number
         rank = self.world.rank
         self.draw_as(min(next((g for g in self.own(plan).positions if rank in g), (rank,))))
@@ -185,6 +185,7 @@ class ParallelModel(Around):
         if self._plan is None:
             settle()
             self.start(call, tensors)
+            call, tensors = self.same_batch.settled(call, tensors)
         if self.fallback is not None:
             settle()
             return self.fallback(call, tensors)
@@ -221,13 +222,12 @@ class ParallelModel(Around):
         if self.burnt.compare() != self._seen_changes:
             settle()
             self._follow()
-        known = self._programs.setdefault((call.key, train), [])
+        known = self._programs.setdefault((call.key, train, torch.is_grad_enabled()), [])
         for program in known:
             if program.serves(self.burnt, call.num_rows):
                 return program
         settle()
-        wanted = ("loss", *self.outputs) if train else None
-        traced = self.retrace(call, self.training, wanted)
+        traced = self.retrace(call, self.training, ("loss", *self.outputs) if train else None)
         rows = max(1, call.num_rows // self.plan.num_micro_batches)
         plan = shardings.again(self.plan, self.graph, traced, rows)
         remember(known, self._made(traced, plan))

@@ -1,6 +1,7 @@
 """Where torch would take this rank's part of a tensor for the whole that it stands for.
 
-`parameter.data = value` of a plain parameter, and what scripts for DDP reduce themselves.
+`parameter.data = value` of a plain parameter, `torch.tensor(parameter)`, and what scripts for DDP
+reduce themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.jit._builtins import _register_builtin
 
 from ..errors import RunError
-from .sharded import Sharded, plainly
+from .sharded import Sharded, Whole, plainly
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
@@ -45,8 +47,21 @@ class _Done:
 
 def attend() -> None:
     nn.Parameter.data = Data()  # type: ignore[assignment]
+    torch.tensor = _of_whole(torch.tensor)
+    _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit
     dist.all_reduce = _among_equals(dist.all_reduce, adds=True)
     dist.broadcast = _among_equals(dist.broadcast, adds=False)
+
+
+def _of_whole(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def tensor(data: Any, **kwargs: Any) -> Any:
+        if isinstance(data, Whole):
+            with plainly():
+                data = data.full()
+        return plain(data, **kwargs)
+
+    return tensor
 
 
 def _among_equals(plain: Any, adds: bool) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -160,6 +161,8 @@ def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     result = NotImplemented
     if not any(isinstance(x, Sharded) for x in given):
         result = _on_whole(func, args, kwargs)
+    elif any(isinstance(x, Sharded) for x in _outs(kwargs)):
+        return _into(func, args, kwargs)
     elif name in ANSWERS:
         result = ANSWERS[name](func, *args, **kwargs)
     if result is NotImplemented:
@@ -194,9 +197,6 @@ def _is_elementwise(name: str) -> bool:
 
 
 def _computed(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
-    if isinstance(kwargs.get("out"), Sharded):
-        raise RunError("a part cannot take the result of a function as out=", where=name,
-                       fix="write parameter.copy_(result)")
     if kwargs.get("out") is not None:
         return _on_whole(func, args, kwargs)
     if _is_elementwise(name):
@@ -285,6 +285,8 @@ def _on_whole(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         return value
 
     def lend(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            x.setflags(write=False)  # a copy: the parameter would not hear of it
         if type(x) is Tensor and x.numel():
             for source, base, seen in bases:
                 if x.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
@@ -295,6 +297,27 @@ def _on_whole(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
 
     args, kwargs = tree_map(full, (tuple(args), kwargs))
     return tree_map(lend, func(*args, **kwargs))
+
+
+def _outs(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    out = kwargs.get("out", ())
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _into(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+    """A function that is to write its results somewhere, as `out=parameter`."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise RuntimeError("functions with out=... have no gradients, and something here needs one")
+    made = _on_whole(func, args, {key: x for key, x in kwargs.items() if key != "out"})
+    for target, value in zip(_outs(kwargs), [made] if isinstance(made, Tensor) else made,
+                             strict=True):
+        if isinstance(target, Sharded):
+            target.copy_(_part(value, target.spread))
+        else:
+            target.resize_(value.shape).copy_(value)
+            _write_back(target)
+    return kwargs["out"]
 
 
 def _refresh(given: Iterable[Any]) -> None:
@@ -408,7 +431,7 @@ _AS_IT_IS = (
     "requires_grad_", "retain_grad", "backward", "is_floating_point", "is_complex",
     "is_inference", "element_size", "data_ptr", "untyped_storage", "storage", "get_device",
     "register_post_accumulate_grad_hook", "result_type", "new_zeros", "new_ones", "new_empty",
-    "new_full", "new_tensor", "new_empty_strided", "is_pinned", "_is_view",
+    "new_full", "new_empty_strided", "is_pinned", "_is_view",
     "_has_compatible_shallow_copy_type", "__hash__", "share_memory_", "is_shared", "can_cast",
     "is_signed", "is_conj", "is_neg",
 )

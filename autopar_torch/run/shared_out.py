@@ -140,6 +140,8 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             try:
                 with labels, saved_tensors_hooks(keep, lambda value: value):
                     whole = trial.run(rows)
+                if any(tensor._backward_hooks for tensor in whole.state.values()):
+                    return Shares("forward registers hooks on parameters")
             except PlanError:
                 raise
             except Exception as error:  # of the model, whatever it is

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
 
 from .. import progress
 from ..errors import AutoparError, TraceError
@@ -22,6 +23,7 @@ from .randomness import untouched
 from .sharded import Sharded
 from .world import World
 
+log = logging.getLogger("autopar_torch")
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
@@ -36,8 +38,9 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
         full.update({name: info for name, info in now.items() if name not in full})
         placed = {name for name, own in model.named_buffers() if isinstance(own, Sharded)}
         known = {name: replace(full[name], trainable=info.trainable) for name, info in now.items()}
+        grads = wanted is not None or torch.is_grad_enabled()  # inference_mode(False) sets it
         with (untouched(device), modes_kept(model, training), torch.inference_mode(False),
-              torch.enable_grad()):
+              torch.set_grad_enabled(grads)):
             try:
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
                              params=known, dtype=dtype, local=local, placed=placed)
@@ -69,6 +72,25 @@ def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, before in modes:
             module.training = before
+
+
+def in_one_row(own: Tracer, call: Call, tensors: Sequence[Tensor], *how: Any,
+               error: AutoparError | None = None) -> tuple[Call, list[Tensor], Traced]:
+    """The batch traced as it is where its rows cannot be told apart, as those of a graph and of its
+    matrix: nothing of it is shared out. `error`: why they cannot, if that is known."""
+    if error is None:
+        try:
+            return call, list(tensors), own(call, *how)
+        except TraceError as found:
+            error = found
+    whole, given = call.as_one_row(tensors)
+    try:
+        traced = own(whole, *how)
+    except TraceError:
+        raise error from None
+    log.warning("the rows of the batch cannot be told apart, so it is one: no replicas and no "
+                "micro-batches share it. Reason: %s (%s)", error.what, error.where)
+    return whole, given, traced
 
 
 def once(own: Tracer, place: World, model: nn.Module) -> Tracer:

@@ -52,7 +52,7 @@ def probe(parallel: ParallelModel, call: Call, tensors: Sequence[Tensor]) -> Non
     give say so to all. All ranks call it; nothing that trains is changed."""
     buffers = {name: tensor.clone() for name, tensor in parallel.store.buffers.items()}
     with untouched(parallel.device, python=False):
-        program = parallel._programs[call.key, True][0]
+        program = parallel._programs[call.key, True, True][0]
         found = [  # after one that is wrong the others go on too: every rank runs all
             _compared(trial, program.traced.programs[trial.block.kind])
             for trial in _trials(parallel, program, call, tensors)

@@ -28,6 +28,7 @@ from .meet import meet, one_node
 
 TIMEOUT_S = 1800.0  # of process groups: the watch ends a wait long before
 T = TypeVar("T")
+_opened: dict[Any, Any] = {}  # groups of this process, by what they are for and their ranks
 
 
 def start() -> tuple[int, int]:
@@ -84,8 +85,8 @@ class World:
             self.groups[tuple(range(size))] = dist.group.WORLD
             if backend_of() == "nccl":
                 self.open_channels()
-                self.words = self._group(backend="gloo")
-            self.aside = self._group()
+                self.words = self._group("words", backend="gloo")
+            self.aside = self._group("aside")
             transport.run_gloo_threads_as_batch()
 
     @contextlib.contextmanager
@@ -101,11 +102,19 @@ class World:
         """NCCL runs what two ranks exchange in a group strictly in order: a receive that is posted
         early would keep back the message that the other side waits for. So each group here carries
         messages between two ranks one way only."""
-        self.channels = self._group(), self._group()
+        self.channels = self._group("there"), self._group("back")
 
-    def _group(self, ranks: list[int] | None = None, backend: str | None = None) -> Any:
-        with ending.opening():
-            return dist.new_group(ranks, timeout=self.timeout, backend=backend)
+    def _group(self, use: str, ranks: tuple[int, ...] | None = None,
+               backend: str | None = None) -> Any:
+        """One for all models of this process: they use it in the same order on every rank."""
+        if _opened.get("all") is not dist.group.WORLD:
+            _opened.clear()
+            _opened["all"] = dist.group.WORLD
+        if (use, ranks) not in _opened:
+            with ending.opening():
+                _opened[use, ranks] = dist.new_group(
+                    ranks and list(ranks), timeout=self.timeout, backend=backend)
+        return _opened[use, ranks]
 
     def enter_channels(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The first message between two ranks in a group makes both wait for each other: that
@@ -125,7 +134,7 @@ class World:
         """Every rank must call this with the same sets."""
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self.groups:
-                self.groups[ranks] = self._group(list(ranks))
+                self.groups[ranks] = self._group("mesh", ranks)
         transport.run_gloo_threads_as_batch()
 
     def axis(self, ranks: tuple[int, ...]) -> Axis | None:

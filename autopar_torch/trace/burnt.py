@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter, is_
 from typing import Any
 
@@ -110,9 +110,10 @@ class Burnt:
         self._mentioned = [(mention, value) for mention in named
                            if is_plain(value := mention.get()) or is_settings(value)
                            or isinstance(value, Tensor)]
-        settings = [own for _, own in self._settings(modules, self.reads)]
-        tables += map(vars, settings)
-        values = [v for own in (*modules.values(), *settings) for _, v in attributes(own)]
+        settings = list(self._settings(modules, self.reads))
+        owners = [own for _, own in settings]
+        tables += map(vars, owners)
+        values = [v for own in (*modules.values(), *owners) for _, v in attributes(own)]
         values += [value for _, value in self._mentioned]
         self._tables = [(table, list(table.values())) for table in tables]
         self._hooks = [getattr(m, kind) for m in modules.values() for kind in HOOKS]
@@ -123,7 +124,7 @@ class Burnt:
         self._versions = list(map(_version, self._loose))
         self._containers = [v for v in values if isinstance(v, (list, dict, set)) and is_plain(v)]
         self._copies = copy.deepcopy(self._containers)
-        state = dict(self._describe(modules, self.reads))
+        state = dict(self._describe(modules, self.reads, settings))
         outside = {key: text for key, text in state.items() if key[0].startswith(OUTSIDE)}
         if self.number and not outside.items() <= self.state.items():
             self.num_outside += 1
@@ -133,7 +134,8 @@ class Burnt:
 
     def described(self, reads: frozenset[Read]) -> ReadAttributes:
         """What decides about a trace that has read these attributes."""
-        return dict(self._describe(dict(self.model.named_modules()), reads))
+        modules = dict(self.model.named_modules())
+        return dict(self._describe(modules, reads, self._settings(modules, reads)))
 
     def _settings(self, modules: Mapping[str, nn.Module],
                   reads: frozenset[Read]) -> Iterator[tuple[str, Any]]:
@@ -144,8 +146,8 @@ class Burnt:
         return settings_in(held + [(f"{OUTSIDE}{name}", value)
                                    for (name, *_), value in self._mentioned])
 
-    def _describe(self, modules: Mapping[str, nn.Module],
-                  reads: frozenset[Read]) -> Iterator[tuple[tuple[str, str], str]]:
+    def _describe(self, modules: Mapping[str, nn.Module], reads: frozenset[Read],
+                  settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
         for name, module in modules.items():
             kind = kind_of(type(module))
             yield (name, "class"), kind
@@ -159,7 +161,7 @@ class Burnt:
         for (name, *_), value in self._mentioned:
             if not is_settings(value):
                 yield (OUTSIDE, name), self._shown(value)
-        for path, own in self._settings(modules, reads):
+        for path, own in settings:
             for key, value in attributes(own):
                 if (is_plain(value) and key not in UNREAD) or isinstance(value, Tensor):
                     yield (path, key), self._shown(value)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import TraceError
+from ..errors import PlanError, TraceError
 from .settings import is_plain, settings_in, shown
 
+Batch = Mapping[str, Any] | Sequence[Any]
 Rowless = tuple[str, int, tuple[int, ...]]  # form of a call, number of a tensor, and its shape
 
 
@@ -68,9 +69,25 @@ class Call:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             yield
 
+    def as_one_row(self, tensors: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
+        """The same, of which nothing is shared out: no tensor has rows."""
+        given = [t.movedim(0, dim).contiguous() if dim else t
+                 for t, dim in zip(tensors, self.rows_dims, strict=True)]
+        shapes = tuple(tuple(t.shape) for t in given)
+        return replace(self, shapes=shapes, rows_dims=(None,) * len(given), num_rows=1), given
+
     def slice(self, tensors: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
         """The rows start:end of a global batch."""
         return [t[start:end] if r else t for t, r in zip(tensors, self.rows, strict=True)]
+
+
+def as_call(example: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
+        return (), dict(example)
+    if not isinstance(example, (Tensor, Sequence)) or isinstance(example, (str, bytes)):
+        raise PlanError(f"{type(example).__name__} is no batch", where="example_inputs",
+                        fix="give a tensor, a tuple of them, or a dict by name")
+    return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
 def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram, _trace as exporting
 from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
@@ -76,12 +76,12 @@ class _Flat(nn.Module):
         super().__init__()
         self.dtype, self.rows, self.answers = dtype, rows, answers
         self.model, self.call, self.loss_fn, self.wanted = effects.model, call, loss_fn, wanted
-        self.effects = effects
+        self.effects, self.grads = effects, torch.is_grad_enabled()
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         casts = Casts(self.dtype) if self.dtype else contextlib.nullcontext()
-        with (casts, self.effects.none(),
+        with (casts, self.effects.none(), _grads(self.grads),
               asking(self.call.num_rows, self.rows, self.answers)):
             form, named = outputs_of(self.model, self.loss_fn, *self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
@@ -89,6 +89,19 @@ class _Flat(nn.Module):
         outputs = (*(named[name] for name in names), *self.effects.kept)
         refuse_unseen(outputs)
         return outputs
+
+
+@contextlib.contextmanager
+def _grads(enabled: bool) -> Iterator[None]:
+    """As around the call: export enables gradients, and would record that they are not."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 def _choose(named: dict[str, Tensor], wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -134,8 +147,10 @@ class _DataSizeError(RuntimeError):
 
 @contextlib.contextmanager
 def _unsaid() -> Iterator[None]:
-    """torch warns of attributes that forward sets, which are looked after here."""
-    with warnings.catch_warnings():
+    """torch warns of attributes that forward sets, which are looked after here, and logs pages of
+    ops that do not run, which the error names."""
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    with warnings.catch_warnings(), attributes_set(fakes, disabled=True):
         warnings.filterwarnings("ignore", "The tensor attribute")
         yield
 
@@ -272,6 +287,10 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
+            if isinstance(consts[source.name], FakeTensor):
+                raise TraceError("forward computes with gradients that it has made itself "
+                                 "(torch.autograd.grad), which a trace does not follow",
+                                 where="forward")
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type), answers,
                     0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)
@@ -356,11 +375,13 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
             line = (str(error).strip().splitlines() or ["no message"])[0]
             long = isinstance(error, _TooLongError)
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
+            free = "DataDependent" in type(error).__name__ or "data-dependent" in line
             raise TraceError(
                 line if long else f"torch.export stopped: {type(error).__name__}: {line}",
                 where=getattr(error, "line", "") or user_line(error),
-                fix="avoid data-dependent Python control flow in forward" if in_front
-                else "where the sequence comes first, and the batch second, say batch_dim=1",
+                fix="avoid data-dependent Python control flow in forward" if free
+                else "run forward on one process, then look for sizes that are written as numbers"
+                if in_front else "where the sequence comes first, and the batch second, say batch_dim=1",
             ) from error
     return program, told[-1]
 

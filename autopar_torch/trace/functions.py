@@ -1,6 +1,7 @@
-"""The backward that somebody has written for an `autograd.Function` is not in a trace.
+"""What forward tells autograd is not in a trace: hooks on tensors, and the backward that somebody
+has written for an `autograd.Function`.
 
-If it gives the gradients of what its forward does, as it does on made-up values, nothing is lost.
+If that gives the gradients of what its forward does, as it does on made-up values, nothing is lost.
 If not, the module that calls it is left as it is, and so is its backward (see opaque.py).
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,6 +30,7 @@ NUM_ROWS, LARGE = 2, 64
 NEAR = 1e-6
 SCALES = (1.0, 100.0, 0.01)  # values may have bounds, gradients may be clipped
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (torch.clone, torch.abs, torch.relu)
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 _known: dict[tuple[type, str], bool] = {}  # (function, its arguments) -> is its backward plain?
 
 
@@ -39,8 +42,45 @@ class OwnBackwardError(RuntimeError):
                          "which a trace does not keep")
 
 
-def watched() -> contextlib.AbstractContextManager[None]:
-    """Around a trace: stop at a function whose backward it would lose."""
+class HookError(RuntimeError):
+    """A trace would lose a hook."""
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Around a trace: stop where it would lose what backward does."""
+    saved: Any = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> Any:
+        if type(hooks) is saved_tensors_hooks:  # others keep what was saved as it is
+            raise HookError("forward sets hooks on what is saved for backward, which a trace does "
+                            "not keep")
+        return saved(hooks)
+
+    names = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
+    with (attributes_set(Tensor, **{name: _stopping(name) for name in names},
+                         data=property(_data_of, _DATA.__set__)),
+          attributes_set(saved_tensors_hooks, __enter__=entered), _own_backwards()):
+        yield
+
+
+def _stopping(name: str) -> Callable[..., Any]:
+    plain = getattr(Tensor, name)
+
+    def call(value: Tensor, *args: Any) -> Any:
+        if isinstance(value, FakeTensor | FunctionalTensor):
+            raise HookError(f"forward calls {name} of a tensor, which a trace does not keep")
+        return plain(value, *args)
+
+    return call
+
+
+def _data_of(value: Tensor) -> Tensor:
+    fake = isinstance(value, FakeTensor | FunctionalTensor)
+    return value.detach() if fake else cast(Tensor, _DATA.__get__(value))
+
+
+def _own_backwards() -> contextlib.AbstractContextManager[None]:
     plain: Any = vars(Function)["apply"].__func__
 
     def apply(own: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,147 @@
+"""What models and loops of strangers ask of autograd, of rows, and of torch's own functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar_torch as ap
+import claims
+from autopar_torch.find.following import Deed
+from autopar_torch.run import world
+from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, refused, step
+
+
+class Graph(nn.Module):
+    """Nodes and their matrix: both have as many rows, and the matrix as many columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return F.log_softmax(edges @ self.late(F.relu(edges @ self.early(x))), 1)
+
+
+def nodes(count: int) -> tuple[Tensor, Tensor]:
+    made = torch.arange(count * 12.0).view(count, 12).cos()
+    return made, (made @ made.T > 0).float() / count
+
+
+def claim_a_graph_and_its_matrix_are_one_row() -> None:
+    for degrees in (TP2, PP2, DP2, ZERO3, {"tp": 2, "num_micro_batches": 2}):
+        plain = net(Graph)
+        model = parallel(degrees, Graph)
+        for count in (20, 20, 13):
+            got, want = model(*nodes(count)), plain(*nodes(count))
+            assert near(got, want), degrees
+            for own, loss in ((model, got[:, 0].mean()), (plain, want[:, 0].mean())):
+                own.zero_grad()
+                loss.backward()
+            assert all(near(a.grad, b.grad) for a, b in zip(
+                model.parameters(), plain.parameters(), strict=True)), degrees
+        model.eval()
+        with torch.no_grad():
+            assert near(model(*nodes(20)), plain(*nodes(20)))
+
+
+def test_a_graph_is_planned_as_one_row(caplog: pytest.LogCaptureFixture) -> None:
+    found = ap.plan(Graph(), nodes(20), "2xL4", global_batch_size=20)
+    assert len(found.plan.replicas) == 1 and found.plan.num_micro_batches == 1
+    assert "rows of the batch cannot be told apart" in caplog.text
+
+
+class Asking(Net):
+    """Forward asks what gradients there are, in training and in evaluation."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = x * self.head.bias.cos().sum()
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = 2 * x
+        x = x if x.grad_fn is None else x + 1
+        return super().forward(x - x.mean(1, keepdim=True).data, y)
+
+
+def claim_gradients_that_forward_asks_for_are_those_of_the_call() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees, Asking), net(Asking)
+        assert step(model, plain)
+        for own in (model, plain):
+            own.eval()
+        assert near(model(*batch())[1], plain(*batch())[1])
+        with torch.no_grad():
+            assert near(model(*batch())[1], plain(*batch())[1])
+
+
+class Hooked(Net):
+    kind = "register_hook"
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        if self.kind == "saved":
+            with torch.autograd.graph.saved_tensors_hooks(
+                    lambda own: 2 * own if own.is_floating_point() else own, lambda own: own):
+                return super().forward(x, y)
+        out, loss = super().forward(x, y)
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(lambda grad: 0.5 * grad)
+        return out, loss
+
+
+class Saved(Hooked):
+    kind = "saved"
+
+
+def claim_hooks_that_forward_sets_are_kept_or_refused() -> None:
+    for kind in (Hooked, Saved):
+        for degrees in (TP2, PP2):
+            assert "which a trace does not keep" in refused(
+                lambda degrees=degrees, kind=kind: parallel(degrees, kind)(*batch()))
+        assert step(parallel(DP2, kind), net(kind))
+
+
+def claim_copies_of_parameters_are_of_the_whole() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        assert step(model, plain)
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            with torch.no_grad():
+                made = torch.zeros_like(own)
+                torch.maximum(own, -own, out=made)
+                stacked = torch.stack([own, -own])
+                largest, places = torch.zeros_like(own), own.new_empty(0).long()
+                torch.max(stacked, 0, out=(largest, places))
+            assert all(near(a, b) for a, b in (
+                (torch.tensor(own), other), (own.new_tensor(own), other), (made, other.abs()),
+                (largest, other.abs()), (places, (other < 0).long())))
+            array = own.detach().numpy()
+            np.testing.assert_allclose(array, other.detach().numpy(), rtol=1e-5, atol=1e-7)
+            if type(own) is not nn.Parameter:
+                with pytest.raises(ValueError, match="read-only"):
+                    array[...] = 0
+
+
+def claim_a_look_at_the_machines_draws_nothing() -> None:
+    model = parallel(DP2)
+    model(*batch())[1].backward()
+    before = torch.get_rng_state()
+    model.between._obey(Deed("look"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def claim_models_one_after_another_share_their_groups() -> None:
+    for _ in range(2):
+        model = parallel(TP2)
+        model(*batch())[1].backward()
+        count = len(world._opened)
+    parallel(TP2)(*batch())
+    assert len(world._opened) == count
+
+
+@pytest.mark.parametrize("name", claims.names(__name__))
+def test_on_2_ranks(name: str) -> None:
+    claims.hold(__name__, name)
