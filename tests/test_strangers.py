@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,69 @@ def claim_copies_of_parameters_are_of_the_whole() -> None:
             if type(own) is not nn.Parameter:
                 with pytest.raises(ValueError, match="read-only"):
                     array[...] = 0
+
+
+class Mirrored(nn.Module):
+    """Its last stage uses two parameters of its first one in the other order, as RevIN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.c = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = (self.last(torch.tanh(self.first(x * self.w + self.c))) - self.c) * self.w
+        return out, (out.mean(1) - y).square().mean()
+
+
+class Small(Net):
+    """A small number beside a mean over the rows, of a prediction that is nearly perfect."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        out = super().forward(x)[0]
+        return out, ((1e-5 * (out - out.detach().roll(1, 1))).square().mean() + 1e-9).sqrt()
+
+
+class Picking(Net):
+    """Takes some of the tokens of each row, by their number among those of all rows."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        best = x.view(len(x), 4, 2).sum(2).argsort(1)[:, :2]
+        places = torch.arange(len(x))[:, None] * 4 + best
+        picked = x.reshape(-1, 2)[places.flatten()].view(len(x), 4)
+        return super().forward(torch.cat([picked, x[:, :4]], 1), y)
+
+
+def claim_gradients_small_numbers_and_places_are_those_of_one_process() -> None:
+    for kind, plans in ((Mirrored, ALL), (Small, (TP2, DP2, ZERO3)), (Picking, ALL)):
+        for degrees in plans:
+            model, plain = parallel(degrees, kind, guards={"drift_every": 0}), net(kind)
+            for seed in range(3):
+                assert step(model, plain, seed), (kind, degrees)
+
+
+WEIGHTS = np.ones(8, dtype=np.float32)
+
+
+class Lists(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.factors = deque([1.0, 2.0]), np.ones(8, dtype=np.float32)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = x * torch.from_numpy(self.factors) * torch.as_tensor(WEIGHTS) * sum(self.last)
+        return super().forward(x, y)
+
+
+def claim_arrays_and_deques_that_change_are_followed() -> None:
+    model, plain = parallel(DP2, Lists), net(Lists)
+    assert step(model, plain)
+    changes = (lambda own: own.last.append(0.5), lambda own: own.factors.__setitem__(2, 3.0),
+               lambda _: WEIGHTS.__setitem__(1, 2.0))
+    for number, change in enumerate(changes):
+        for own in (model.module, plain):
+            change(own)
+        assert step(model, plain, number), number
 
 
 def claim_a_look_at_the_machines_draws_nothing() -> None:

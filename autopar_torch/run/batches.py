@@ -44,6 +44,9 @@ class SameBatch:
         self.num_calls += 1
         try:
             call, tensors = take_apart(args, kwargs, self.batch_dim, self.rowless)
+            if self.world.size > 1 and any(t.layout != torch.strided for t in tensors):
+                raise TraceError("a tensor of the batch is sparse", where="model(...)",
+                                 fix="pass it as to_dense(), or register it as a buffer")
         except TraceError as error:
             self._asked({"arguments": error.what}, {})()  # the other ranks wait for an answer
             raise

@@ -157,9 +157,8 @@ class ParallelModel(Around):
 
     def _reducer(self) -> Reducer:
         mine = [s for s in self.own(self.plan).stages if self.world.rank in s.devices]
-        blocks = {b: list(self.graph.blocks[b].params.values())
-                  for s in mine for b in range(*(s.blocks or (0, 0)))}
-        return Reducer(self.store, blocks)
+        return Reducer(self.store, [name for stage in mine for name in self.graph.params_of(
+            *(stage.blocks or (0, 0)))])
 
     def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same numbers, other stages and replicas others."""

@@ -328,11 +328,10 @@ def _add(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
 class Reducer:
     """Sums gradients over teams, while the backward still runs where that is possible."""
 
-    def __init__(self, store: ParamStore, blocks_of: dict[int, list[str]]) -> None:
-        """`blocks_of`: block -> its parameters; later blocks get their gradients first."""
+    def __init__(self, store: ParamStore, names: Iterable[str]) -> None:
         self.store = store
         shares = {name: held.share for name, held in store.held.items()}
-        groups = buckets_of(shares, store.graph, store.plan, blocks_of)
+        groups = buckets_of(shares, store.graph, store.plan, names)
         self.buckets = [GradBucket([store.held[s.name] for s in group]) for group in groups]
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}

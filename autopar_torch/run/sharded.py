@@ -161,7 +161,7 @@ def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     result = NotImplemented
     if not any(isinstance(x, Sharded) for x in given):
         result = _on_whole(func, args, kwargs)
-    elif any(isinstance(x, Sharded) for x in _outs(kwargs)):
+    elif any(isinstance(x, Sharded) for x in _each(kwargs.get("out"))):
         return _into(func, args, kwargs)
     elif name in ANSWERS:
         result = ANSWERS[name](func, *args, **kwargs)
@@ -299,19 +299,17 @@ def _on_whole(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     return tree_map(lend, func(*args, **kwargs))
 
 
-def _outs(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    out = kwargs.get("out", ())
-    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+def _each(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _into(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """A function that is to write its results somewhere, as `out=parameter`."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    given = (*args, *kwargs.values())
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given):
         raise RuntimeError("functions with out=... have no gradients, and something here needs one")
     made = _on_whole(func, args, {key: x for key, x in kwargs.items() if key != "out"})
-    for target, value in zip(_outs(kwargs), [made] if isinstance(made, Tensor) else made,
-                             strict=True):
+    for target, value in zip(_each(kwargs["out"]), _each(made), strict=True):
         if isinstance(target, Sharded):
             target.copy_(_part(value, target.spread))
         else:

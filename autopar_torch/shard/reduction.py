@@ -6,7 +6,7 @@ Pure: the runtime executes these buckets, the simulator prices them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..model import ModelGraph, item_bytes
@@ -145,16 +145,19 @@ def _in_one_stage(plan: Plan, graph: ModelGraph, name: str) -> bool:
 
 
 def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
-               blocks_of: Mapping[int, list[str]]) -> list[list[Share]]:
-    """Gradients that travel together, in the order in which the backward makes them.
-
-    `blocks_of`: block -> its parameters; later blocks get their gradients first.
-    """
-    order = [n for block in sorted(blocks_of, reverse=True) for n in reversed(blocks_of[block])]
-    first_use = {name: graph.users(name)[0] for name in dict.fromkeys(order)}
+               names: Iterable[str]) -> list[list[Share]]:
+    """Gradients that travel together, in the order in which the backward makes them: later blocks
+    get theirs first."""
+    first_use = {name: graph.users(name)[0] for name in names}
     open_: dict[tuple[object, ...], list[Share]] = {}
     done: list[list[Share]] = []
-    for name in dict.fromkeys(sorted(order, key=lambda n: -first_use[n])):
+
+    def place(name: str) -> tuple[int, int]:
+        """The same for all ranks, whichever blocks of theirs use it, and in which order."""
+        first = first_use[name]
+        return -first, -list(graph.blocks[first].params.values()).index(name)
+
+    for name in sorted(first_use, key=place):
         share = shares[name]
         if not share.trained:
             continue

@@ -133,8 +133,8 @@ class Costs:
     def _rank(self, stage: Stage, rank: int, rows: int) -> RankCost:
         first, last = stage.blocks or (0, 0)
         shares = self.shares[rank]
-        names = {b: list(self.graph.blocks[b].params.values()) for b in range(first, last)}
-        mine = [shares[n] for n in dict.fromkeys(n for ns in names.values() for n in ns)]
+        names = self.graph.params_of(first, last)
+        mine = [shares[name] for name in names]
         blocks = tuple(self._block(stage, rank, b, rows) for b in range(first, last))
         groups = buckets_of(shares, self.graph, self.plan, names)
         trained = [s for s in mine if s.trained]

@@ -52,6 +52,7 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
         with torch.no_grad():
             graph = _without_others(prologue, asked)
             own = [n for n in graph.nodes if n.name in {node.name for node in asked}]
+            steps = {n.name: _step(n, blocks) for n in own}
             known = {n.name: value for n in graph.find_nodes(op="placeholder")
                      if (value := consts.get(sources[n.name].name)) is not None}
             num_rows = enough_rows(graph, known, least_rows)
@@ -63,7 +64,7 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
                 draw = torch.Generator("cpu").manual_seed(seed)
                 given = {n.name: made_up(info_of(n), known.get(n.name), draw, num_rows)
                          for n in graph.find_nodes(op="placeholder")}
-                found.append(_apart(graph, own, rowless, given, cut))
+                found.append(_apart(graph, own, rowless, given, cut, steps))
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
         found.append([n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))])
@@ -134,9 +135,10 @@ def _is_whole(node: fx.Node) -> bool:
     return all(info.dtype.startswith("int") for info in each_info(info_of(node)))
 
 
-def _picks(name: str, blocks: Sequence[Ran]) -> Iterator[bool]:
-    """Of each op that reads a value, a view of it, or what is counted on from it: whether it takes
-    these numbers for rows, or for where rows begin."""
+def _picks(name: str, blocks: Sequence[Ran]) -> Iterator[int]:
+    """Of each op that reads a value, a view of it, or what is counted on from it: of how many for
+    each row of the batch it takes some by these numbers, or by where they begin; 0 if it does not.
+    """
     values = [place for piece, graph in blocks for slot, own in piece.context.items()
               if own == name for place in graph.find_nodes(op="placeholder", target=slot)]
     for value in values:  # grows
@@ -146,19 +148,27 @@ def _picks(name: str, blocks: Sequence[Ran]) -> Iterator[bool]:
             elif user.op == "call_function" and _is_whole(user):
                 values.append(user)
             else:
-                yield False
+                yield 0
 
 
-def _picks_by(user: fx.Node, value: fx.Node) -> bool:
-    """Whether an op takes some of a value's rows by these numbers."""
+def _picks_by(user: fx.Node, value: fx.Node) -> int:
+    """The same of one op."""
     if op_name(user) == "embedding_bag":
-        return value in user.args[2:3]
+        return int(value in user.args[2:3])
     data, dims = cast(fx.Node, user.args[0]), list[Any]()
     if op_name(user) in _PICKS:
         dims = [dim for dim, index in enumerate(cast(Any, user.args[1])) if index is value]
     elif op_name(user) in _PICKS_ALONG and value in user.args[2:3]:
         dims = [cast(int, user.args[1]) % len(info_of(data).shape)]
-    return bool(dims) and dims == [info_of(data).rows_dim]
+    info = info_of(data)
+    return at_rows(info.shape[dims[0]], 1) if dims and dims == [info.rows_dim] else 0
+
+
+def _step(node: fx.Node, blocks: Sequence[Ran]) -> int:
+    """By how much the numbers of a part are lower for each row before it, where all that reads them
+    takes rows of the part by them."""
+    picks = [*_picks(node.name, blocks)] if _is_whole(node) and has_rows(info_of(node)) else []
+    return picks[0] if len(set(picks)) == 1 else 0
 
 
 def made_up(info: TensorInfo, known: Tensor | None, generator: torch.Generator,
@@ -205,8 +215,8 @@ def run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str],
 
 
 def _apart(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
-           cut: tuple[int, ...]) -> list[fx.Node]:
-    """The nodes whose parts, joined, are not the whole."""
+           cut: tuple[int, ...], steps: Mapping[str, int]) -> list[fx.Node]:
+    """The nodes whose parts, joined, are not the whole. `steps`: see `_step`."""
     fixed = {n.name for n in graph.nodes
              if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
     wanted = {node.name for node in asked}
@@ -215,7 +225,8 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], g
     for rows in cut:
         own = {n.name: rows_of(given[n.name], info_of(n), range(start, start + rows))
                for n in graph.nodes if n.name in given}
-        parts.append(run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted))
+        found = run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted)
+        parts.append({n: v + start * steps[n] if steps[n] else v for n, v in found.items()})
         start += rows
     return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n),
                                            n.meta.get("rows", WHOLE))]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter, is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .settings import UNREAD, is_plain, is_settings, mentioned, settings_in, text_of
+from .settings import UNREAD, is_plain, is_settings, mentioned, settings_in, shown, text_of
 
 ReadAttributes = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
 Read = tuple[str, str]  # class of a module, attribute
@@ -24,6 +26,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
 OUTSIDE = "outside of the model: "
+MOST_ELEMENTS = 1 << 20  # of an array that is compared before each call
 _LIBRARIES = ("torch.", "transformers.")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
@@ -98,6 +101,7 @@ class Burnt:
                 and list(map(_grad, self._tensors)) == self._grads
                 and list(map(_version, self._loose)) == self._versions
                 and self._containers == self._copies
+                and all(np.array_equal(own, then) for own, then in self._arrays)
                 and all(mention.get() is value for mention, value in self._mentioned)
             )
 
@@ -109,7 +113,7 @@ class Burnt:
         named = list(mentioned({type(own) for own in modules.values()}))
         self._mentioned = [(mention, value) for mention in named
                            if is_plain(value := mention.get()) or is_settings(value)
-                           or isinstance(value, Tensor)]
+                           or isinstance(value, (Tensor, np.ndarray))]
         settings = list(self._settings(modules, self.reads))
         owners = [own for _, own in settings]
         tables += map(vars, owners)
@@ -122,8 +126,11 @@ class Burnt:
         self._grads = list(map(_grad, self._tensors))
         self._loose = [v for v in values if isinstance(v, Tensor)]
         self._versions = list(map(_version, self._loose))
-        self._containers = [v for v in values if isinstance(v, (list, dict, set)) and is_plain(v)]
+        self._containers = [v for v in values if isinstance(v, (list, dict, set, deque))
+                            and is_plain(v)]
         self._copies = copy.deepcopy(self._containers)
+        self._arrays = [(v, v.copy()) for v in values if isinstance(v, np.ndarray)
+                        and v.size <= MOST_ELEMENTS]
         state = dict(self._describe(modules, self.reads, settings))
         outside = {key: text for key, text in state.items() if key[0].startswith(OUTSIDE)}
         if self.number and not outside.items() <= self.state.items():
@@ -163,7 +170,8 @@ class Burnt:
                 yield (OUTSIDE, name), self._shown(value)
         for path, own in settings:
             for key, value in attributes(own):
-                if (is_plain(value) and key not in UNREAD) or isinstance(value, Tensor):
+                if (is_plain(value) and key not in UNREAD) or isinstance(
+                        value, (Tensor, np.ndarray)):
                     yield (path, key), self._shown(value)
 
     def _shown(self, value: Any) -> str:
@@ -171,6 +179,8 @@ class Burnt:
         met, not by its address, which differs from rank to rank."""
         if is_plain(value):
             return f"{type(value).__name__} {text_of(value)}"
+        if isinstance(value, np.ndarray):
+            return shown(value)
         version = f" version {value._version}" if isinstance(value, Tensor) else ""
         return f"{type(value).__qualname__} {self._number(value)}{version}"
 

@@ -287,13 +287,20 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-            if isinstance(consts[source.name], FakeTensor):
-                raise TraceError("forward computes with gradients that it has made itself "
-                                 "(torch.autograd.grad), which a trace does not follow",
-                                 where="forward")
+            _refuse_lost(consts[source.name])
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type), answers,
                     0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)
+
+
+def _refuse_lost(const: Any) -> None:
+    """A constant that is none: a trace would keep what it was."""
+    if not isinstance(const, Tensor):
+        raise TraceError(f"forward uses a {type(const).__name__}, which a trace cannot keep",
+                         where="forward")
+    if isinstance(const, FakeTensor):
+        raise TraceError("forward computes with gradients that it has made itself "
+                         "(torch.autograd.grad), which a trace does not follow", where="forward")
 
 
 def _settled(effects: Effects, first: ExportedProgram, told: Told,
@@ -376,13 +383,13 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
             long = isinstance(error, _TooLongError)
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             free = "DataDependent" in type(error).__name__ or "data-dependent" in line
+            fix = ("avoid data-dependent Python control flow in forward" if free else
+                   "see that forward runs as it is, and look for sizes written as numbers"
+                   if in_front else
+                   "where the sequence comes first, and the batch second, say batch_dim=1")
             raise TraceError(
                 line if long else f"torch.export stopped: {type(error).__name__}: {line}",
-                where=getattr(error, "line", "") or user_line(error),
-                fix="avoid data-dependent Python control flow in forward" if free
-                else "run forward on one process, then look for sizes that are written as numbers"
-                if in_front else "where the sequence comes first, and the batch second, say batch_dim=1",
-            ) from error
+                where=getattr(error, "line", "") or user_line(error), fix=fix) from error
     return program, told[-1]
 
 

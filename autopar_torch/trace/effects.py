@@ -14,6 +14,7 @@ import linecache
 import pickle
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -88,7 +89,7 @@ class Effects:
             for mention, value, items in self.outside:
                 if mention.get() is not value:
                     mention.put(value)
-                if isinstance(value, (list, dict, set)) and text_of(value) != text_of(items):
+                if isinstance(value, (list, dict, set, deque)) and text_of(value) != text_of(items):
                     _refill(value, _held(items))
             for now, then in children:
                 now.clear()
@@ -244,13 +245,13 @@ def python_numbers() -> bytes:
 def _held(value: Any) -> Any:
     if isinstance(value, dict):
         return list(value.items())
-    return list(value) if isinstance(value, (list, set)) else value
+    return list(value) if isinstance(value, (list, set, deque)) else value
 
 
 def _refill(value: Any, items: Any) -> None:
-    """A list, a dict or a set with what it held before."""
+    """A list, a dict, a set or a deque with what it held before."""
     value.clear()
-    (value.extend if isinstance(value, list) else value.update)(
+    (value.extend if isinstance(value, (list, deque)) else value.update)(
         dict(items) if isinstance(value, dict) else items)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -46,7 +47,7 @@ def is_plain(value: Any, depth: int = 8) -> bool:
     """Whether a value is fully described by its text."""
     if isinstance(value, PLAIN):
         return True
-    if isinstance(value, (tuple, list, set)):
+    if isinstance(value, (tuple, list, set, deque)):
         return depth > 0 and len(value) <= LONGEST and all(is_plain(v, depth - 1) for v in value)
     return isinstance(value, dict) and is_plain(list(value.items()), depth)
 
@@ -55,7 +56,7 @@ def text_of(value: Any) -> str:
     """Of a plain value; a set has another order in every process."""
     if isinstance(value, dict):
         return f"dict {text_of(list(value.items()))}"
-    if isinstance(value, (tuple, list, set)):
+    if isinstance(value, (tuple, list, set, deque)):
         parts = [text_of(v) for v in value]
         return f"{type(value).__name__} {sorted(parts) if isinstance(value, set) else parts}"
     return repr(value)
@@ -82,8 +83,8 @@ def settings_in(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             held = vars(value).items()
         elif isinstance(value, dict):
             held = value.items()
-        elif isinstance(value, (tuple, list)):
-            held = enumerate(value[:LONGEST])
+        elif isinstance(value, (tuple, list, deque)):
+            held = enumerate(itertools.islice(value, LONGEST))
         todo.extend((f"{path}.{key}", own, depth - 1) for key, own in list(held) if depth)
 
 

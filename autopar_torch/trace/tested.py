@@ -175,7 +175,7 @@ def _answer(region: _Region, name: str, least_rows: int) -> str:
     said = "it does not run on made-up values"
     for dtype, limit, noise in TYPES:
         learnt = 0
-        for seed, change in enumerate((_plain, _positive, _plain, _alike, _far)):
+        for seed, change in enumerate((_plain, _positive, _plain, _alike, _far, _tiny)):
             try:
                 said = _tried(region, dtype, (limit, noise), seed, change)
             except ERRORS as error:
@@ -320,6 +320,11 @@ def _far(value: Tensor) -> Tensor:
     return 10 * value + 5 if value.is_floating_point() else value
 
 
+def _tiny(value: Tensor) -> Tensor:
+    """Beside it a small constant counts, as in `sqrt(x.mean() + 1e-8)`."""
+    return 1e-12 * value if value.is_floating_point() else value
+
+
 def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], seed: int,
            change: Any) -> str:
     """What of the whole is not that of the parts; an error if the whole does not run."""
@@ -327,7 +332,8 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
     infos = {n.name: info_of(n) for n in graph.nodes}
     given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw, region.num_rows)
              for n in graph.find_nodes(op="placeholder")}
-    given = {n: change(v) if has_rows(infos[n]) else v for n, v in given.items()}
+    given = {n: change(v) if has_rows(infos[n]) or (change is _tiny and n in region.sums) else v
+             for n, v in given.items()}
     whole = _RegionRun(region, graph, given, region.num_rows, {})
     cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64, device="cpu").to(v.dtype)
             for n, v in whole.outs.items()}
