@@ -105,6 +105,25 @@ def claim_hooks_that_forward_sets_are_kept_or_refused() -> None:
         assert step(parallel(DP2, kind), net(kind))
 
 
+class Stubborn(nn.Module):
+    """Runs in its own type only, cannot be traced, and compares all rows with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:
+            return x.sum()
+        out = self.early(x.bfloat16())
+        return F.cross_entropy(out @ out.T, torch.arange(len(x)))
+
+
+def claim_what_cannot_be_tried_in_float64_is_tried_as_it_is() -> None:
+    model = ap.parallelize(Stubborn().bfloat16(), plan=ap.Plan.uniform(**DP2))
+    assert "rows together is not that of the rows apart" in refused(lambda: model(*batch()))
+
+
 def claim_copies_of_parameters_are_of_the_whole() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees), net()

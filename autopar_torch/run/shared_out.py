@@ -34,7 +34,9 @@ from .randomness import untouched
 log = logging.getLogger("autopar_torch")
 MOST_ROWS = 4
 MOST_BYTES = 1 << 28  # that a trial on the whole batch keeps for its backward
-LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3}  # losses may make float32 of float64
+# Of differences, by the type that all is computed in; losses may make float32 of float64, and some
+# models run as they are only.
+LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, None: 0.05}
 FARTHEST = 1e-2  # of the largest gradient: below it, a parameter's is noise
 IGNORED = (-100, -1, 0)  # labels that are usually left out, or padding, or what a mask leaves out
 
@@ -130,7 +132,8 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
     with untouched(device), torch.random.fork_rng(devices=[]):
         for dtype, limit in LIMIT.items():
             rows = _as_type(call.slice(tensors, 0, count), dtype)
-            trial = _RowsTrial(copy.deepcopy(model).to(dtype), call, loss_fn, device, limit)
+            own = copy.deepcopy(model)
+            trial = _RowsTrial(own.to(dtype) if dtype else own, call, loss_fn, device, limit)
             labels, kept = _Labels(), list[int]()
 
             def keep(value: Tensor, kept: list[int] = kept) -> Tensor:
@@ -285,8 +288,8 @@ class _RowsTrial:
         return _differs(_grads(whole, upstream), grads, (1.0, 1.0), self.limit)
 
 
-def _as_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+def _as_type(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    return [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
 
 
 def _grads(run: _Tried, upstream: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -160,8 +160,9 @@ def _picks_by(user: fx.Node, value: fx.Node) -> int:
         dims = [dim for dim, index in enumerate(cast(Any, user.args[1])) if index is value]
     elif op_name(user) in _PICKS_ALONG and value in user.args[2:3]:
         dims = [cast(int, user.args[1]) % len(info_of(data).shape)]
-    info = info_of(data)
-    return at_rows(info.shape[dims[0]], 1) if dims and dims == [info.rows_dim] else 0
+    if not dims or dims != [info_of(data).rows_dim]:
+        return 0
+    return at_rows(info_of(data).shape[dims[0]], 1)
 
 
 def _step(node: fx.Node, blocks: Sequence[Ran]) -> int:
