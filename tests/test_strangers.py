@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import Any
 
@@ -206,6 +207,16 @@ def claim_arrays_and_deques_that_change_are_followed() -> None:
         for own in (model.module, plain):
             change(own)
         assert step(model, plain, number), number
+
+
+def claim_a_frozen_copy_answers_as_the_model_did() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        assert step(model, plain)
+        teacher, other = (copy.deepcopy(own).eval().requires_grad_(False) for own in (model, plain))
+        assert step(model, plain, 1)
+        with torch.no_grad():
+            assert near(teacher(*batch())[1], other(*batch())[1]), degrees
 
 
 def claim_a_look_at_the_machines_draws_nothing() -> None:

@@ -229,8 +229,7 @@ class ParallelModel(Around):
         traced = self.retrace(call, self.training, ("loss", *self.outputs) if train else None)
         rows = max(1, call.num_rows // self.plan.num_micro_batches)
         plan = shardings.again(self.plan, self.graph, traced, rows)
-        remember(known, self._made(traced, plan))
-        return known[-1]
+        return remember(known, self._made(traced, plan))
 
     def _made(self, traced: Traced, plan: Plan) -> Program:
         """An error while it is made on one rank is one on all, as the others would wait for it."""
@@ -242,6 +241,8 @@ class ParallelModel(Around):
         """Something in the module has changed: refuse what the plan cannot follow."""
         doors.refuse_replaced(replaced(self.module, self._tensors))
         frozen = _frozen(self.module)
+        if frozen != self._frozen and self.plan.zero and not torch.is_grad_enabled():
+            return  # a frozen copy that is asked only, as a teacher
         if frozen != self._frozen:
             doors.refuse_frozen(frozen ^ self._frozen, self.plan.zero)
             self.graph = replace(self.graph, params={

@@ -142,7 +142,7 @@ class Program:
         return next(n.meta["info"] for n in self.traced.prologue.nodes if n.name == value)
 
 
-def remember(known: list[Program], made: Program) -> None:
+def remember(known: list[Program], made: Program) -> Program:
     """One more trace of a form of call, as what forward reads has changed."""
     known.append(made)
     if len(known) == MANY:
@@ -152,3 +152,4 @@ def remember(known: list[Program], made: Program) -> None:
         log.warning("forward was traced %d times, as this changes: %s; a tensor, in a buffer or an "
                     "argument, may change without that", MANY, ", ".join(changed) or "the batch")
     del known[:-MOST]
+    return made
