@@ -280,7 +280,7 @@ def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Co
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
     taken, _, traced = tracing.in_one_row(own, call, tensors, True, ("loss",))
-    return traced, 1 if not any(taken.rows) else num_rows or call.num_rows
+    return traced, 1 if taken.in_one_row else num_rows or call.num_rows
 
 
 def _cased(model: nn.Module, example: Batch, cluster: offline.Where, num_rows: int | None,

@@ -192,21 +192,33 @@ class Lists(Net):
     def __init__(self) -> None:
         super().__init__()
         self.last, self.factors = deque([1.0, 2.0]), np.ones(8, dtype=np.float32)
+        self.more = [np.ones(8, dtype=np.float32), torch.ones(8)]
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
         x = x * torch.from_numpy(self.factors) * torch.as_tensor(WEIGHTS) * sum(self.last)
-        return super().forward(x, y)
+        return super().forward(x * torch.from_numpy(self.more[0]) * self.more[1], y)
+
+
+class Large(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.ones(1 << 21, dtype=np.float32)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        return super().forward(x * torch.from_numpy(self.table)[:8], y)
 
 
 def claim_arrays_and_deques_that_change_are_followed() -> None:
     model, plain = parallel(DP2, Lists), net(Lists)
     assert step(model, plain)
     changes = (lambda own: own.last.append(0.5), lambda own: own.factors.__setitem__(2, 3.0),
-               lambda _: WEIGHTS.__setitem__(1, 2.0))
+               lambda _: WEIGHTS.__setitem__(1, 2.0), lambda own: own.more[0].__setitem__(3, 2.0),
+               lambda own: own.more[1].mul_(2), lambda own: own.more.__setitem__(1, torch.ones(8)))
     for number, change in enumerate(changes):
         for own in (model.module, plain):
             change(own)
         assert step(model, plain, number), number
+    assert "array of 2097152 numbers" in refused(lambda: parallel(TP2, Large)(*batch()))
 
 
 def claim_a_frozen_copy_answers_as_the_model_did() -> None:

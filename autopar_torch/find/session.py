@@ -68,7 +68,7 @@ def _fixed_step(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world
 
     def work() -> None:
         taken, given = take_apart(args, kwargs, batch_dim)
-        if not any(call.rows):
+        if call.in_one_row:
             taken, given = taken.as_one_row(given)
         whole = programs.get(taken.key, prologue).for_batch(taken, given)
         executor = Executor({}, alone, Mail(world, alone, device), None, SILENT)

@@ -64,7 +64,7 @@ class Around(nn.Module):
         own = vars(self)
         return ("_is_made" not in own or name in own or name == "module"
                 or hasattr(type(self), name)
-                or any(name in getattr(own, "__annotations__", {}) for own in type(self).__mro__)
+                or any(name in getattr(kind, "__annotations__", {}) for kind in type(self).__mro__)
                 or (name.startswith("_") and not hasattr(self.module, name)))
 
     def _ready(self) -> None:

@@ -330,11 +330,11 @@ class ParallelModel(Around):
             raise doors.no_copy()
         with self.world.meeting("deepcopy"):
             module = copied(self.module, memo)
-            traced, call = self._first
             made = ParallelModel(module, self.world, self.device, self._prepare,
                                  self.tracer_of(module), self.tracer_of, self.outputs, self.guards,
                                  watch=False)
-            made.adopt(self.plan, traced, call, whole_values(self.module))
+            vars(made.same_batch).update(vars(self.same_batch))
+            made.adopt(self.plan, *self._first, whole_values(self.module))
         return made
 
     @property
@@ -411,7 +411,7 @@ class ParallelModel(Around):
                 optimizers.learn(optimizer)
             after = ParamStore(self.module, given, self.graph, self.world, self.device)
             numbers = self.numbers.state()
-            moved = move.move(before, after, optimizers.of(self.module), self._programs.clear)
+            moved = move.move(before, after, optimizers.living(self.module), self._programs.clear)
             self._store = after
             self._begin(given)
             self.numbers.load(numbers)

@@ -6,6 +6,7 @@ mean whole tensors, and come out as in one process.
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -76,6 +77,12 @@ def of(module: nn.Module) -> list[Optimizer]:
     own = {id(param) for param in module.parameters()}
     return [optimizer for known in _met if (optimizer := known()) is not None
             and any(id(p) in own for group in optimizer.param_groups for p in group["params"])]
+
+
+def living(module: nn.Module) -> list[Optimizer]:
+    """The same, where one that a script has dropped may still be there on some ranks."""
+    gc.collect()
+    return of(module)
 
 
 def num_steps(module: nn.Module) -> int:

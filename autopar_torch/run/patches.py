@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.jit._builtins import _register_builtin
+from torch.utils._device import _device_constructors
 
 from ..errors import RunError
 from .sharded import Sharded, Whole, plainly
@@ -47,6 +48,7 @@ class _Done:
 
 def attend() -> None:
     nn.Parameter.data = Data()  # type: ignore[assignment]
+    _device_constructors()  # which torch keeps: the function itself, that a default device is for
     torch.tensor = _of_whole(torch.tensor)
     _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit
     dist.all_reduce = _among_equals(dist.all_reduce, adds=True)

@@ -310,12 +310,13 @@ def _into(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("functions with out=... have no gradients, and something here needs one")
     made = _on_whole(func, args, {key: x for key, x in kwargs.items() if key != "out"})
     for target, value in zip(_each(kwargs["out"]), _each(made), strict=True):
-        if isinstance(target, Sharded):
-            target.copy_(_part(value, target.spread))
-        else:
-            target.resize_(value.shape).copy_(value)
-            _write_back(target)
-    return kwargs["out"]
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"{value.dtype} cannot be cast to {target.dtype}, that of out=")
+        if not isinstance(target, Sharded):
+            target.resize_(value.shape)
+        target.copy_(_part(value, target.spread) if isinstance(target, Sharded) else value)
+        _write_back(target)
+    return type(made)(kwargs["out"]) if isinstance(made, tuple) else kwargs["out"]
 
 
 def _refresh(given: Iterable[Any]) -> None:

@@ -110,11 +110,12 @@ class World:
         if _opened.get("all") is not dist.group.WORLD:
             _opened.clear()
             _opened["all"] = dist.group.WORLD
-        if (use, ranks) not in _opened:
+        key = use, ranks, self.timeout
+        if key not in _opened:
             with ending.opening():
-                _opened[use, ranks] = dist.new_group(
+                _opened[key] = dist.new_group(
                     ranks and list(ranks), timeout=self.timeout, backend=backend)
-        return _opened[use, ranks]
+        return _opened[key]
 
     def enter_channels(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The first message between two ranks in a group makes both wait for each other: that

@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from .settings import UNREAD, is_plain, is_settings, mentioned, settings_in, shown, text_of
+from .settings import LONGEST, UNREAD, is_plain, is_settings, mentioned, settings_in, shown, text_of
 
 ReadAttributes = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
 Read = tuple[str, str]  # class of a module, attribute
@@ -47,6 +48,16 @@ def attributes(own: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(own).items():
         if name not in _OWN and name not in _IGNORED:
             yield name, value
+
+
+def _alike(now: Collection[Any], then: Sequence[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+def _holds_others(value: Any) -> bool:
+    """A list of arrays or tensors, say."""
+    return (isinstance(value, (list, tuple, dict, deque)) and len(value) <= LONGEST
+            and not is_plain(value))
 
 
 def kind_of(kind: type) -> str:
@@ -94,13 +105,13 @@ class Burnt:
     def _same(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # parameters that mean whole tensors are slow
             return (
-                all(len(d) == len(values) and all(map(is_, d.values(), values))
-                    for d, values in self._tables)
+                all(_alike(d.values(), values) for d, values in self._tables)
                 and not any(self._empty)
                 and list(map(len, self._hooks)) == self._num_hooks
                 and list(map(_grad, self._tensors)) == self._grads
                 and list(map(_version, self._loose)) == self._versions
                 and self._containers == self._copies
+                and all(_alike(tree_leaves(own), leaves) for own, leaves in self._nests)
                 and all(np.array_equal(own, then) for own, then in self._arrays)
                 and all(mention.get() is value for mention, value in self._mentioned)
             )
@@ -119,6 +130,8 @@ class Burnt:
         tables += map(vars, owners)
         values = [v for own in (*modules.values(), *owners) for _, v in attributes(own)]
         values += [value for _, value in self._mentioned]
+        self._nests = [(v, tree_leaves(v)) for v in values if _holds_others(v)]
+        values += [leaf for _, leaves in self._nests for leaf in leaves]
         self._tables = [(table, list(table.values())) for table in tables]
         self._hooks = [getattr(m, kind) for m in modules.values() for kind in HOOKS]
         self._num_hooks = list(map(len, self._hooks))
@@ -181,6 +194,8 @@ class Burnt:
             return f"{type(value).__name__} {text_of(value)}"
         if isinstance(value, np.ndarray):
             return shown(value)
+        if _holds_others(value):
+            return f"{type(value).__name__} {[self._shown(leaf) for leaf in tree_leaves(value)]}"
         version = f" version {value._version}" if isinstance(value, Tensor) else ""
         return f"{type(value).__qualname__} {self._number(value)}{version}"
 

@@ -69,6 +69,10 @@ class Call:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             yield
 
+    @property
+    def in_one_row(self) -> bool:
+        return not any(self.rows)
+
     def as_one_row(self, tensors: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
         """The same, of which nothing is shared out: no tensor has rows."""
         given = [t.movedim(0, dim).contiguous() if dim else t

@@ -27,7 +27,7 @@ from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
 from .checks import passed
-from .effects import Effects, attributes_set, refuse_messages
+from .effects import Effects, attributes_set, refuse_large, refuse_messages
 from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
 from .row_branches import Answers, asking
@@ -281,6 +281,7 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
         program, told = export(effects)
         if effects.changed:
             program, told = _settled(effects, program, told, export, wanted=how[1])
+    refuse_large(model, effects.reads)
     sources, consts = {}, {}
     for spec in program.graph_signature.input_specs:
         source = _source(spec, names)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import PlanError, TraceError
-from .burnt import HOOKS, Read, attributes, is_library, kind_of, user_hooks
+from .burnt import HOOKS, MOST_ELEMENTS, Read, attributes, is_library, kind_of, user_hooks
 from .settings import PLAIN, UNREAD, is_plain, mentioned, settings_in, text_of
 
 _Cached = functools._lru_cache_wrapper
@@ -236,6 +236,16 @@ def _cached(model: nn.Module) -> Iterator[Any]:
         if home.partition(".")[0] not in _NO_TENSORS:
             values = (getattr(value, "__func__", value) for value in list(held.values()))
             yield from (value for value in values if type(value) is _Cached)
+
+
+def refuse_large(model: nn.Module, reads: frozenset[Read]) -> None:
+    """Arrays that are too large to be compared before each call."""
+    for name, own in model.named_modules():
+        for key, value in attributes(own):
+            if isinstance(value, np.ndarray) and value.size > MOST_ELEMENTS and (
+                    kind_of(type(own)), key) in reads:
+                raise TraceError(f"forward reads an array of {value.size} numbers", fix="make it a "
+                                 "buffer" + _OTHERS, where=f"{name}.{key}".lstrip("."))
 
 
 def python_numbers() -> bytes:

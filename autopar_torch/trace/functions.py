@@ -67,10 +67,10 @@ def watched() -> Iterator[None]:
 def _stopping(name: str) -> Callable[..., Any]:
     plain = getattr(Tensor, name)
 
-    def call(value: Tensor, *args: Any) -> Any:
+    def call(value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, FakeTensor | FunctionalTensor):
             raise HookError(f"forward calls {name} of a tensor, which a trace does not keep")
-        return plain(value, *args)
+        return plain(value, *args, **kwargs)
 
     return call
 
