@@ -258,8 +258,8 @@ def measure(
     call, tensors = take_apart(*as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    call, tensors, traced = tracing.in_one_row(tracing.once(own, place, model), call, tensors,
-                                               True, ("loss",))
+    call, tensors, traced = tracing.in_rows_or_one(tracing.once(own, place, model), call, tensors,
+                                                   True, ("loss",))
     with untouched(world.device()):
         cluster = session.cluster_of(place, traced.graph)
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
@@ -279,7 +279,7 @@ def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Co
         raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    taken, _, traced = tracing.in_one_row(own, call, tensors, True, ("loss",))
+    taken, _, traced = tracing.in_rows_or_one(own, call, tensors, True, ("loss",))
     return traced, 1 if taken.in_one_row else num_rows or call.num_rows
 
 

@@ -50,6 +50,7 @@ def claim_a_graph_and_its_matrix_are_one_row() -> None:
         model.eval()
         with torch.no_grad():
             assert near(model(*nodes(20)), plain(*nodes(20)))
+            assert near(copy.deepcopy(model)(*nodes(20)), plain(*nodes(20)))
 
 
 def test_a_graph_is_planned_as_one_row(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,6 +140,8 @@ def claim_copies_of_parameters_are_of_the_whole() -> None:
             assert all(near(a, b) for a, b in (
                 (torch.tensor(own), other), (own.new_tensor(own), other), (made, other.abs()),
                 (largest, other.abs()), (places, (other < 0).long())))
+            with torch.device("meta"):
+                assert torch.tensor([1.0]).is_meta
             array = own.detach().numpy()
             np.testing.assert_allclose(array, other.detach().numpy(), rtol=1e-5, atol=1e-7)
             if type(own) is not nn.Parameter:

@@ -51,7 +51,7 @@ class SameBatch:
             self._asked({"arguments": error.what}, {})()  # the other ranks wait for an answer
             raise
         self.rowless |= call.rowless
-        call, tensors = self.settled(call, tensors)
+        call, tensors = self.as_shared(call, tensors)
         facts: Facts = {}
         values: Facts = {}
         if self.on:
@@ -66,7 +66,8 @@ class SameBatch:
                           for name, value in named.items() if isinstance(value, Tensor)}
         return call, tensors, self._asked(facts, values)
 
-    def settled(self, call: Call, tensors: list[Tensor]) -> tuple[Call, list[Tensor]]:
+    def as_shared(self, call: Call, tensors: list[Tensor]) -> tuple[Call, list[Tensor]]:
+        """As it is shared out: as one row where rows cannot be told apart."""
         return call.as_one_row(tensors) if self.one_row else (call, tensors)
 
     def _asked(self, facts: Facts, values: Facts) -> Settle:

@@ -184,7 +184,7 @@ class ParallelModel(Around):
         if self._plan is None:
             settle()
             self.start(call, tensors)
-            call, tensors = self.same_batch.settled(call, tensors)
+            call, tensors = self.same_batch.as_shared(call, tensors)
         if self.fallback is not None:
             settle()
             return self.fallback(call, tensors)

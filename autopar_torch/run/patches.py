@@ -16,9 +16,8 @@ from torch.jit._builtins import _register_builtin
 from torch.utils._device import _device_constructors
 
 from ..errors import RunError
+from ..trace.functions import DATA
 from .sharded import Sharded, Whole, plainly
-
-_DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 class Data:
@@ -27,13 +26,13 @@ class Data:
     __name__ = "data"
 
     def __get__(self, x: Tensor | None, owner: Any = None) -> Any:
-        return self if x is None else _DATA.__get__(x, owner)
+        return self if x is None else DATA.__get__(x, owner)
 
     def __set__(self, x: Tensor, value: Tensor) -> None:
         if isinstance(value, Sharded) and not isinstance(x, Sharded):
             with plainly():
                 value = value.full()
-        _DATA.__set__(x, value)
+        DATA.__set__(x, value)
 
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)

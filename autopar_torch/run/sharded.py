@@ -161,7 +161,7 @@ def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     result = NotImplemented
     if not any(isinstance(x, Sharded) for x in given):
         result = _on_whole(func, args, kwargs)
-    elif any(isinstance(x, Sharded) for x in _each(kwargs.get("out"))):
+    elif "out" in kwargs and any(isinstance(x, Sharded) for x in _each(kwargs["out"])):
         return _into(func, args, kwargs)
     elif name in ANSWERS:
         result = ANSWERS[name](func, *args, **kwargs)

@@ -74,15 +74,19 @@ def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = before
 
 
+def in_rows_or_one(own: Tracer, call: Call, tensors: list[Tensor],
+                   *how: Any) -> tuple[Call, list[Tensor], Traced]:
+    """A trace for any number of rows; where there is none, of the batch as one."""
+    try:
+        return call, tensors, own(call, *how)
+    except TraceError as error:
+        return in_one_row(own, call, tensors, *how, error=error)
+
+
 def in_one_row(own: Tracer, call: Call, tensors: Sequence[Tensor], *how: Any,
-               error: AutoparError | None = None) -> tuple[Call, list[Tensor], Traced]:
+               error: AutoparError) -> tuple[Call, list[Tensor], Traced]:
     """The batch traced as it is where its rows cannot be told apart, as those of a graph and of its
-    matrix: nothing of it is shared out. `error`: why they cannot, if that is known."""
-    if error is None:
-        try:
-            return call, list(tensors), own(call, *how)
-        except TraceError as found:
-            error = found
+    matrix: nothing of it is shared out. `error`: why they cannot."""
     whole, given = call.as_one_row(tensors)
     try:
         traced = own(whole, *how)

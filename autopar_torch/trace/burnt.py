@@ -120,15 +120,14 @@ class Burnt:
         modules = dict(self.model.named_modules())
         held = [t for m in modules.values() for t in (m._parameters, m._buffers, m._modules)]
         self._empty = [table for table in held if not table]
-        tables: list[Any] = [*map(vars, modules.values()), *filter(None, held)]
         named = list(mentioned({type(own) for own in modules.values()}))
         self._mentioned = [(mention, value) for mention in named
                            if is_plain(value := mention.get()) or is_settings(value)
                            or isinstance(value, (Tensor, np.ndarray))]
         settings = list(self._settings(modules, self.reads))
-        owners = [own for _, own in settings]
-        tables += map(vars, owners)
-        values = [v for own in (*modules.values(), *owners) for _, v in attributes(own)]
+        owners = [*modules.values(), *(own for _, own in settings)]
+        tables = [*map(vars, owners), *filter(None, held)]
+        values = [v for own in owners for _, v in attributes(own)]
         values += [value for _, value in self._mentioned]
         self._nests = [(v, tree_leaves(v)) for v in values if _holds_others(v)]
         values += [leaf for _, leaves in self._nests for leaf in leaves]

@@ -30,7 +30,7 @@ NUM_ROWS, LARGE = 2, 64
 NEAR = 1e-6
 SCALES = (1.0, 100.0, 0.01)  # values may have bounds, gradients may be clipped
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (torch.clone, torch.abs, torch.relu)
-_DATA: Any = vars(torch._C.TensorBase)["data"]
+DATA: Any = vars(torch._C.TensorBase)["data"]
 _known: dict[tuple[type, str], bool] = {}  # (function, its arguments) -> is its backward plain?
 
 
@@ -59,7 +59,7 @@ def watched() -> Iterator[None]:
 
     names = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
     with (attributes_set(Tensor, **{name: _stopping(name) for name in names},
-                         data=property(_data_of, _DATA.__set__)),
+                         data=property(_data_of, DATA.__set__)),
           attributes_set(saved_tensors_hooks, __enter__=entered), _own_backwards()):
         yield
 
@@ -77,7 +77,7 @@ def _stopping(name: str) -> Callable[..., Any]:
 
 def _data_of(value: Tensor) -> Tensor:
     fake = isinstance(value, FakeTensor | FunctionalTensor)
-    return value.detach() if fake else cast(Tensor, _DATA.__get__(value))
+    return value.detach() if fake else cast(Tensor, DATA.__get__(value))
 
 
 def _own_backwards() -> contextlib.AbstractContextManager[None]:
