@@ -67,7 +67,8 @@ class Asking(Net):
         if torch.is_grad_enabled() and x.requires_grad:
             x = 2 * x
         x = x if x.grad_fn is None else x + 1
-        return super().forward(x - x.mean(1, keepdim=True).data, y)
+        out, loss = super().forward(x - x.mean(1, keepdim=True).data, y)
+        return out, loss if loss is None or not loss.requires_grad else 3 * loss
 
 
 def claim_gradients_that_forward_asks_for_are_those_of_the_call() -> None:
