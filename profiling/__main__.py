@@ -40,7 +40,7 @@ SCRIPTS = {
     "changing": Script("changing.compare", "--case traces or day a minute, noise or replan seconds",
                        "under a minute; no policy above the oracle", "--case noise"),
     "live": Script("changing.live", "three minutes a case",
-                   "1.3 times as fast as the best plan that stays; busy: no move", "--case busy"),
+                   "1.3 times as fast as the best plan that stays; busy: no move", "--case brief"),
     "lost": Script("changing.lost", "three minutes (rank) to half an hour (cut); --times 3",
                    "goes on within 30 s, with the losses of one process",
                    "--kind rank --times 1"),

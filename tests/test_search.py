@@ -22,7 +22,7 @@ from autopar_torch.plan import BUCKET_BYTES, Plan
 from autopar_torch.profile import Curve, Lookup
 from autopar_torch.schedule import Action, Op, build
 from autopar_torch.search.best import Choice, Result, search, varied
-from autopar_torch.search.borders import smallest_bottleneck
+from autopar_torch.search.borders import Once, ramped, smallest_bottleneck
 from autopar_torch.search.bounds import Bounded
 from autopar_torch.search.cut_bounds import lower_bounds
 from autopar_torch.search.evaluate import Pricer
@@ -133,6 +133,23 @@ def test_smallest_bottleneck_is_that_of_all_cuts(
     if found:
         assert found in fitting
         assert slowest(found) == pytest.approx(min(map(slowest, fitting)))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.1, 5)), min_size=2, max_size=9),
+       st.integers(1, 5), st.floats(0, 3))
+@UNTIMED
+def test_no_cut_has_a_single_micro_batch_done_sooner_than_the_ramped_one(
+        blocks: list[tuple[float, float]], stages: int, message: float) -> None:
+    stages, once = min(stages, len(blocks)), Once(*np.array(blocks).T)
+    back = [message * stage for stage in range(stages)]
+
+    def late(cut: tuple[int, ...]) -> float:
+        return max(once.weight[a:b].sum() - once.input[:a].sum() - back[stage]
+                   for stage, (a, b) in enumerate(itertools.pairwise(cut)))
+
+    least, found = ramped(once, stages, back)
+    assert late(found) == pytest.approx(min(map(late, every_cut(len(blocks), stages))), abs=1e-6)
+    assert least == pytest.approx(max(0.0, late(found)), abs=1e-6)
 
 
 PIPELINES = [("1f1b", 1, 1), ("1f1b", 2, 1), ("gpipe", 2, 1), ("zero_bubble", 2, 1),

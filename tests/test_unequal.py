@@ -98,9 +98,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
                 for one in shape]
         zeros = [z for z in ((0, 1, 2, 3) if len(shape) > 1 else (0,)) if limits.zero in (None, z)]
         for sharing in sharings(len(shape), problem.num_rows):
-            names = ["gpipe"] if max(map(len, shape)) > 1 else ["1f1b"]
-            names += ["1f1b", "zero_bubble"] if max(sharing.number) > 1 < max(map(len, shape)) \
-                else []
+            names = ["1f1b", "gpipe", "zero_bubble"][:3 if max(map(len, shape)) > 1 else 1]
             for cut, zero, name in itertools.product(itertools.product(*cuts), zeros, names):
                 yield as_unequal_plan(shape, places, cut, sharing, problem.options, limits,
                                       name, zero, BUCKET_BYTES)  # type: ignore[arg-type]

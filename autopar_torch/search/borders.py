@@ -14,19 +14,30 @@ from ..shard.eliminate import Array
 
 Fits = Callable[[int, int, int], bool]  # (stage, first, end)
 ROUNDING = 1 + 1e-12
-MOST_TRIED = 300  # so many cuts are all tried; of more, only the best-balanced and the even one
+MOST_TRIED = 300  # so many cuts are all tried; of more, only a few (see `free_cuts`)
+HALVINGS = 30  # of a bisection
+
+
+class Once(NamedTuple):
+    """Per block, where a single micro-batch passes: what the stages before wait for, and the rest
+    of its backward."""
+
+    input: Array
+    weight: Array
 
 
 class FreeCuts(NamedTuple):
     """Cuts without a memory limit."""
 
     balanced: tuple[int, ...] | None  # its slowest stage is as quick as can be
-    even: tuple[int, ...]  # nearest to equal shares
+    others: set[tuple[int, ...]]
 
 
-def free_cuts(seconds: Array, num_stages: int) -> FreeCuts:
+def free_cuts(seconds: Array, num_stages: int, once: Once | None) -> FreeCuts:
+    """Also the cut nearest to equal shares, and the one for a single micro-batch."""
     balanced = smallest_bottleneck(seconds, num_stages)
-    return FreeCuts(balanced, even(seconds, num_stages))
+    others = {even(seconds, num_stages), *([ramped(once, num_stages)[1]] if once else [])}
+    return FreeCuts(balanced, others - {balanced})
 
 
 def cuts(seconds: Array, num_stages: int, fits: Fits,
@@ -40,14 +51,13 @@ def cuts(seconds: Array, num_stages: int, fits: Fits,
         for inner in itertools.combinations(range(1, count), num_stages - 1):
             yield (0, *inner, count)
         return
-    found, other = free()
+    found, others = free()
     if found and not all(fits(s, *ab) for s, ab in enumerate(itertools.pairwise(found))):
         slowest = max(float(seconds[a:b].sum()) for a, b in itertools.pairwise(found))
         found = smallest_bottleneck(seconds, num_stages, fits, slowest)
     if found is not None:
         yield found
-        if other != found:
-            yield other
+        yield from others - {found}
 
 
 def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = None,
@@ -69,6 +79,28 @@ def smallest_bottleneck(seconds: Array, num_stages: int, fits: Fits | None = Non
         if found is not None:
             return found
     return None
+
+
+def ramped(once: Once, num_stages: int,
+           back_s: Sequence[float] = ()) -> tuple[float, tuple[int, ...]]:
+    """How much later than its input gradients a single micro-batch is done, at least, and such a
+    cut. While the gradients go back from stage to stage, those behind compute their weight
+    gradients: the later the stage, the more of them. `back_s`: to each stage, the seconds of
+    messages from it to the first."""
+    back, rest = ([0.0, *np.cumsum(part).tolist()] for part in once)
+    count, cut = len(back) - 1, (*range(num_stages), len(back) - 1)
+    low, high = 0.0, rest[-1]
+    for _ in range(HALVINGS):
+        late, borders = (low + high) / 2, [0]
+        for stage in range(num_stages):
+            lead = late + back[borders[-1]] + (back_s[stage] if back_s else 0.0)
+            end = bisect.bisect_right(rest, rest[borders[-1]] + lead) - 1
+            borders.append(min(end, count - (num_stages - 1 - stage)))
+        if borders[-1] == count and all(a < b for a, b in itertools.pairwise(borders)):
+            high, cut = late, tuple(borders)
+        else:
+            low = late
+    return low, cut
 
 
 def fill(ends: Sequence[float], num_stages: int, limit: float,

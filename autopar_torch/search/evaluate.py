@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..simulate.walk import WORKS, Pipeline
+from .borders import Once
 from .memory import PositionMemory, staying
 from .space import Candidate
 from .tables import Array, Blocks, Tables, sums_before
@@ -76,8 +77,10 @@ class Pricer:
         self.seconds = work[FORWARD] + (work[INPUT] + work[WEIGHT] if split else work[BACKWARD])
         self.work, self.adding = sums_before(work), sums_before(adding)
         ahead = tables.sends(c.option, self.rows)[0]
+        self.once = Once(work[INPUT], work[WEIGHT]) if (
+            c.micro_batches == 1 and c.schedule != "gpipe") else None
         self.work_key = (c.option, self.rows, split, c.recompute, c.micro_batches, c.stages(),
-                         (c.dp, c.pp, c.zero) if c.zero >= 2 else None)
+                         (c.dp, c.pp, c.zero) if c.zero >= 2 else None, self.once is None)
         self.programs = tables.programs[c.option][1]
         self._lags: dict[tuple[object, ...], tuple[float, float]] = {}
         self._weighed: dict[tuple[int, ...], tuple[StageSeconds, int]] = {}

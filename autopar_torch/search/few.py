@@ -71,7 +71,7 @@ class Enumeration:
             if len(set(zip(*sharing, strict=True))) == 1 and not family.rows:
                 continue  # the same as equal micro-batches
             for zero in zeros:
-                for schedule in self.judge.schedules(family.shape, max(sharing.number)):
+                for schedule in self.judge.schedules(family.shape):
                     self._cut(family, sharing, zero, schedule)
 
     def _units(self, family: Family) -> Iterator[tuple[int, ...]]:

@@ -117,27 +117,39 @@ class Judge:
         return sorted({*divisors(self.num_rows), *(n for n in measured if n < self.num_rows)})
 
     def even(self) -> None:
-        """On all devices of every set of classes, each as the slowest of them. With many devices
-        the engine prices only the best of each set."""
-        class_of, count = self.cluster.class_of, len(self.cluster.classes)
-        for size in range(1, count + 1):
-            for chosen in itertools.combinations(range(count), size):
-                devices = [rank for rank, k in enumerate(class_of) if k in chosen]
-                options = [option for i, option in enumerate(self.options)
-                           if all(self.measured(k, i) for k in chosen)]
-                try:
-                    found = search(self.graph, options, self.profile, self.num_rows, self.limits,
-                                   kept=1 if self.many else self.kept, devices=devices)
-                except SearchError as error:
-                    self.nothing = self.nothing or error if error.where == "constraints" else error
-                    continue
-                self.seen["considered"] += found.considered
-                self.discarded.update(found.discarded)
-                for choice in found.choices:
-                    if size == 1 and self.many and self.profile.profile.assumed:
-                        self._keep(choice)
-                    else:
-                        self.offer(choice.plan)
+        """On all devices of every set of classes, each as the slowest of them; of many devices,
+        also on fewer nodes of a class."""
+        class_of, cluster = self.cluster.class_of, self.cluster
+        numbers = range(len(cluster.classes))
+        for chosen in itertools.chain.from_iterable(
+                itertools.combinations(numbers, size + 1) for size in numbers):
+            self._even_on([rank for rank, k in enumerate(class_of) if k in chosen])
+        for k in numbers if self.many else ():
+            own = (rank for rank, of in enumerate(class_of) if of == k)
+            nodes = [[*ranks] for _, ranks in itertools.groupby(own, cluster.node_of.__getitem__)]
+            halves = {part >> i for part in (len(nodes), len(nodes) * 3 // 4)
+                      for i in range(len(nodes).bit_length())}
+            for number in halves - {0, len(nodes)}:
+                self._even_on(list(itertools.chain(*nodes[:number])), self.first_s())
+
+    def _even_on(self, devices: Sequence[int], limit_s: float = np.inf) -> None:
+        """Equal replicas on these devices. With many the engine prices only the best."""
+        chosen = {self.cluster.class_of[rank] for rank in devices}
+        options = [option for i, option in enumerate(self.options)
+                   if all(self.measured(k, i) for k in chosen)]
+        try:
+            found = search(self.graph, options, self.profile, self.num_rows, self.limits,
+                           kept=1 if self.many else self.kept, devices=devices, limit_s=limit_s)
+        except SearchError as error:
+            self.nothing = self.nothing or error if error.where == "constraints" else error
+            return
+        self.seen["considered"] += found.considered
+        self.discarded.update(found.discarded)
+        for choice in found.choices:
+            if len(chosen) == 1 and self.many and self.profile.profile.assumed:
+                self._keep(choice)
+            else:
+                self.offer(choice.plan)
 
     def measured(self, device: int, option: int) -> bool:
         """Whether all programs were measured on a class."""
@@ -209,15 +221,15 @@ class Judge:
                     count: int, dp: int) -> float:
         own, sends, backs = self.bounds.of(lineup), *self.messages(lineup, places, rows)
         columns = [own.seconds(rows, count, schedule, sends, backs)
-                   for schedule in self.schedules((lineup,), count)]
+                   for schedule in self.schedules((lineup,))]
         return float((np.min(columns, axis=0) + own.outside(dp, int(dp > 1))).min())
 
-    def schedules(self, shape: Lineups, count: int) -> list[ScheduleName]:
+    def schedules(self, shape: Lineups) -> list[ScheduleName]:
         if max(map(len, shape)) == 1:
             return ["1f1b"]
         if self.limits.schedule is not None:
             return [self.limits.schedule]
-        return ["1f1b", "gpipe", "zero_bubble"] if count > 1 else ["gpipe"]
+        return ["1f1b", "gpipe", "zero_bubble"]
 
     def _of_messages(self, lineup: Lineup, places: tuple[tuple[int, ...], ...], rows: int,
                      cut: int = -1) -> tuple[list[float], list[float]]:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .borders import Once, ramped
 from .judging import Judge
 from .pipelines import knapsack_prices
 from .shapes import Group
-from .tables import Array, Least
+from .tables import Array, Least, sums_before
 
 MOST_ROWS = 32  # of a micro-batch: up to so many, each number is looked at
 FEW_STAGES = 4  # up to so many, all pipelines are looked at one by one
@@ -37,7 +38,7 @@ class Sized(NamedTuple):
     speeds: Array  # of each group: rows a second, if it held all blocks
     whole_s: Array  # of each group: a micro-batch, as the only stage
     phi: float  # the least part of a block's work that is forward
-    chain_s: float  # at least, until the first of them has come back
+    once_s: float  # at least, until the first of them is done
 
 
 class Possible:
@@ -67,7 +68,7 @@ class Possible:
 
     def most_rows(self, seconds: float) -> float:
         """No plan does more by then."""
-        sizes = [sized for sized in self._sizes if sized.chain_s <= seconds]
+        sizes = [sized for sized in self._sizes if sized.once_s <= seconds]
         if self._more_rows_s <= seconds or not sizes:
             return np.inf if sizes else 0.0
         values = np.max([self._few(sized, seconds) for sized in sizes], axis=0)
@@ -119,8 +120,54 @@ class Possible:
         for rows, row, own in zip(counts, blocks, np.maximum(work, TINY), strict=True):
             speeds = (rows * parts / own).max(axis=1)
             phi = min(1.0, float((np.array([least.forward for least in row]) / own).min()))
-            found.append(Sized(rows, speeds, self._alone_s(rows, own), phi, _chain_s(row)))
+            alone_s = self._alone_s(rows, own)
+            found.append(Sized(rows, speeds, alone_s, phi, self._once_s(rows, row, alone_s.min())))
         return found
+
+    def _once_s(self, rows: int, blocks: Sequence[Least], alone_s: float) -> float:
+        """A single micro-batch, and the update: on one group, or on the best number of stages, each
+        block where it is quickest. Each stage but the last sends over the network, or has a block
+        on a group that is slower, but leaves a neighbour room."""
+        parts = ([own.forward for own in blocks], [own.input for own in blocks])
+        once = Once(np.min(parts[1], axis=0),
+                    np.min([own.backward - own.input for own in blocks], axis=0))
+        chain_s = float(np.min(parts[0], axis=0).sum() + once.input.sum())
+        sends = np.array([self._sends_s(group, rows) for group in self.groups])
+        send_s, back_s = (sums_before(np.sort((own[:, None] + part - np.min(part, axis=0)).min(
+            axis=0))) for own, part in zip(sends.T, parts, strict=True))
+        update_s = self._update_s(self.judge.num_rows // rows)
+        found = alone_s + update_s
+        for last in range(1, self.num_blocks):
+            begun_s = chain_s + send_s[last] + back_s[last]
+            if begun_s >= found:
+                break
+            late_s, _ = ramped(once, last + 1, (back_s[last] - back_s[last::-1]).tolist())
+            found = min(found, begun_s + late_s + update_s / (last + 1))
+        return found
+
+    def _update_s(self, dp: int) -> float:
+        """Of all blocks, by no more replicas than these."""
+        params = {group: self.judge.tables.params(group.option) for group in self.groups}
+        overs = {group: self.judge.tables.profile.overheads(group.device) for group in self.groups}
+        return float(np.min([own.trained * overs[group].update_s_per_byte / dp
+                             + own.number * overs[group].update_s_per_tensor
+                             for group, own in params.items()], axis=0).sum())
+
+    def _sends_s(self, group: Group, rows: int) -> tuple[float, float]:
+        """The least of a message to the next stage and back, wherever that is."""
+        cluster, first = self.judge.cluster, self.judge.cluster.class_of.index(group.device)
+        near = first + group.degree
+        others = [start for node, start in enumerate(cluster.start_of)
+                  if node != cluster.node_of[first]]
+        if near < cluster.num_devices and cluster.node_of[near] == cluster.node_of[first]:
+            others.append(near)
+        curves = {id(curve): curve for curve in (
+            self.judge.profile.curve("send", (first, other)) for other in others)}.values()
+        ahead, back = (float(sizes[1:-1].min()) for sizes in self.judge.tables.sends(
+            group.option, rows)) if self.num_blocks > 1 else (0.0, 0.0)
+        there_s, back_s = (min(((1 - curve.held) * curve.seconds(size) for curve in curves),
+                               default=0.0) for size in (ahead, back))
+        return there_s, back_s
 
     @cached_property
     def _more_rows_s(self) -> float:

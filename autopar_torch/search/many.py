@@ -41,7 +41,7 @@ class Proposals:
         judge, limits, rows = self.judge, self.judge.limits, self.judge.num_rows
         pinned = [limits.recompute] if limits.recompute is not None else judge.tables.recomputes
         # with different numbers of micro-batches, ZeRO 2 and 3 do what 1 does
-        zeros = limits.zeros(2) if limits.zero else limits.zeros(2)[:2]
+        zeros = limits.zeros(min(2, rows))[:2]
         bounded = sorted((own.ideal_s(rows // own.rows), k, own) for k, own in enumerate(
             groupings(judge.tables, groups, judge.room_bytes, divisors(rows), zeros, pinned)))
         judge.seen["considered"] += len(bounded)
@@ -124,7 +124,7 @@ class Proposals:
     def _leaves(self, family: Family, sharing: Sharing) -> Iterator[Leaf]:
         """The best cut of every replica by its bound, for each ZeRO stage."""
         dp = len(family.shape)
-        schedule = self.judge.schedules(family.shape, max(sharing.number))[0]
+        schedule = self.judge.schedules(family.shape)[0]
         for zero in self.judge.limits.zeros(2):
             cuts = []
             for r, lineup in enumerate(family.shape):
@@ -144,7 +144,7 @@ class Proposals:
         if places is None or (zero and len(shape) == 1) or not pinned:
             return
         before = judge.first_s()
-        for schedule in judge.schedules(shape, max(sharing.number)):
+        for schedule in judge.schedules(shape):
             judge.offer(as_unequal_plan(shape, places, cuts, sharing, judge.options, judge.limits,
                                         schedule, zero, BUCKET_BYTES))
             if judge.first_s() == before:

@@ -200,7 +200,7 @@ def _schedules(pp: int, count: int, num_blocks: int,
         yield "1f1b", 1
         return
     for name in SCHEDULES:
-        if not _allows(limits.schedule, name) or (name != "gpipe" and count == 1):
+        if not _allows(limits.schedule, name):
             continue
         if name != "interleaved":
             yield name, 1

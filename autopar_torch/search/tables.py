@@ -17,7 +17,7 @@ from ..profile import BlockCost, Curve, Lookup, program_key, sharding_key
 from ..shard.eliminate import Array
 from ..shard.layout import parse_forms, parts_of
 from ..simulate.walk import Pipeline, walk
-from .borders import FreeCuts, free_cuts
+from .borders import FreeCuts, Once, free_cuts
 from .space import RECOMPUTES, Candidate, Option
 
 BUSY = 0.5  # part of a core: sending that takes more leaves little for computing
@@ -155,10 +155,11 @@ class Tables:
             self._hops[key] = [(curve, np.array(after)) for curve, after in places.values()]
         return self._hops[key]
 
-    def free_cuts(self, key: tuple[object, ...], seconds: Array, num_stages: int) -> FreeCuts:
+    def free_cuts(self, key: tuple[object, ...], seconds: Array, num_stages: int,
+                  once: Once | None) -> FreeCuts:
         """How to cut without a memory limit, found once for equal work."""
         if key not in self._free_cuts:
-            self._free_cuts[key] = free_cuts(seconds, num_stages)
+            self._free_cuts[key] = free_cuts(seconds, num_stages, once)
         return self._free_cuts[key]
 
     def ends(self, name: str, pipe: Pipeline, count: int, virtual: int,
