@@ -29,7 +29,7 @@ from .model import ParallelModel
 from .nonfinite import Rows
 from .randomness import dropout_apart
 from .returned import returned
-from .shared_out import Place, Shares, grads_of, piece_of, tried
+from .shared_out import MEAN, Place, Shares, grads_of, piece_of, tried
 from .step import check_alike
 from .world import World
 
@@ -245,13 +245,15 @@ def _buckets(pairs: list[tuple[Tensor, Tensor]],
 def _shape(part: Tensor, place: Place | None, rows: int, num_rows: int) -> list[int]:
     """Of an output of `num_rows` rows, of which the part has `rows`."""
     shape = list(part.shape)
-    if place is not None:
+    if place not in (None, MEAN):
         shape[place.dim] = shape[place.dim] // rows * num_rows
     return shape
 
 
 def _whole(world: World, part: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor:
     """An output of all rows, on every rank."""
+    if place == MEAN:
+        return world.sum(part.detach() * ((span[1] - span[0]) / num_rows))
     kind = torch.uint8 if part.dtype == torch.bool else part.dtype
     shape = _shape(part, place, max(1, span[1] - span[0]), num_rows)
     whole = torch.zeros(shape, dtype=kind, device=part.device)

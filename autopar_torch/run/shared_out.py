@@ -98,6 +98,7 @@ class Shares(Struct, frozen=True):
 
 
 NOWHERE = Place(-1, False)
+MEAN = Place(-2, False)  # it is a mean over rows
 
 
 class _Tried(NamedTuple):
@@ -176,11 +177,12 @@ class _RowsTrial:
 
     def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels,
                more: list[list[Tensor]]) -> Shares:
-        inside = "loss" in self.run(rows).ends
+        ends = self.run(rows).ends
+        inside, numbers = "loss" in ends, any(not end.dim() for end in ends.values())
         ignored = sorted({*IGNORED, *labels.ignored})
         counts = list(_counts(self.call, rows, ignored)) if inside else [MeanOver(summed=True)]
         changed = [rows, [_far(t, r) for t, r in zip(rows, self.call.rows, strict=True)]]
-        changed += _left_out(self.call, rows, tensors, ignored, labels) if inside else []
+        changed += _left_out(self.call, rows, tensors, ignored, labels) if numbers else []
         for given in (*changed, *more):
             why, counts = self._apart(given, counts)
             if why:
@@ -366,7 +368,10 @@ def _alike(values: Tensor, target: Tensor, ignored: list[int]) -> bool:
 
 
 def piece_of(whole: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor | None:
-    """A view of what these rows make of an output; what has no rows is made of the first."""
+    """What these rows make of an output, a view where they are a part of it; what has no rows is
+    made of the first."""
+    if place == MEAN:
+        return whole * ((span[1] - span[0]) / num_rows)
     if place is None or span[0] == span[1]:
         return whole if span[0] == 0 < span[1] else None
     opened, dim = place.opened(whole, num_rows)
@@ -379,9 +384,13 @@ def _place(whole: Tensor, parts: list[Tensor], spans: tuple[Rows, Rows],
         size = float(whole.detach().double().abs().max()) if whole.numel() else 0.0
         return torch.allclose(a.double(), b.double(), limit, limit * size)
 
+    num_rows = spans[1][1]
+    if not whole.dim() and whole.is_floating_point():
+        first, last = (part * ((b - a) / num_rows)
+                       for part, (a, b) in zip(parts, spans, strict=True))
+        return MEAN if near(first + last, whole) else NOWHERE
     if all(part.shape == whole.shape and near(part, whole) for part in parts):
         return None
-    num_rows = spans[1][1]
     for dim, size in enumerate(whole.shape):
         shapes = [(*whole.shape[:dim], size // num_rows * (b - a), *whole.shape[dim + 1:])
                   for a, b in spans]

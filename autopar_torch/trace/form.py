@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ..model import at_rows
@@ -101,15 +102,18 @@ def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
 
 
 def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
-    """The structure of an output and its tensors by name; the scalar one (or the key `loss`) is the
-    loss."""
+    """The structure of an output and its tensors by name; the key `loss`, or a scalar that may be
+    it, is the loss."""
     tree = as_tree(output)
     leaves, spec = pytree.tree_flatten(tree)
     named: dict[str, Tensor] = {}
     kept: list[Any] = []
-    for (name, may_be_loss), leaf in zip(_names(tree), leaves, strict=True):
-        is_loss = may_be_loss and "loss" not in named and _is_scalar(leaf)
-        place = Named("loss" if is_loss else name)
+    names = list(_names(tree))
+    first = next((leaf for (_, may), leaf in zip(names, leaves, strict=True)
+                  if may and _is_scalar(leaf)), None)
+    loss = first if first is not None and _covers(first, leaves) else None
+    for (name, _), leaf in zip(names, leaves, strict=True):
+        place = Named("loss" if leaf is loss is not None else name)
         if isinstance(leaf, Tensor):
             named[place.name] = leaf
         kept.append(leaf if isinstance(leaf, _PLAIN) else place)
@@ -143,3 +147,24 @@ def _names(tree: Any) -> Iterator[tuple[str, bool]]:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _covers(scalar: Tensor, leaves: Iterable[Any]) -> bool:
+    """Whether it has all learn, so that it is no part of a loss that is made of what else is
+    returned: it depends on every parameter that others do and on every other scalar, and has
+    something besides parameters in common with each of them."""
+    others = [x for x in leaves if isinstance(x, Tensor) and x is not scalar and x.grad_fn]
+    own = _behind(scalar.grad_fn) if others else set()
+    inner = {node for node in own if not hasattr(node, "variable")}
+    return all(inner & (seen := _behind(x.grad_fn)) and (x.dim() or x.grad_fn in own) and not any(
+        hasattr(node, "variable") for node in seen - own) for x in others)
+
+
+def _behind(end: Node | None) -> set[Node]:
+    """Itself, and all that it is made of."""
+    found, left = set[Node](), [end]
+    while left:
+        if (node := left.pop()) is not None and node not in found:
+            found.add(node)
+            left += [other for other, _ in node.next_functions]
+    return found
