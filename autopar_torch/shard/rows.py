@@ -33,7 +33,8 @@ def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
         elif all(layout == WHOLE for layout in have):
             flow[node] = rows_dim(op.out)  # a parameter expanded to the batch starts a flow
             coupled += [node] if op.name == "randperm" and flow[node] != WHOLE else []
-        elif match is not None and not (op.name == "mean" and match.out == PARTIAL):
+        elif match is not None and not (op.name == "mean" and match.out == PARTIAL) \
+                and _has_rows(op.out, match.out):
             flow[node] = match.out
         elif PARTIAL in have and _is_linear(op, have):
             flow[node] = PARTIAL
@@ -69,6 +70,12 @@ def at_batch(graph: fx.Graph, rows: int, device: torch.device) -> fx.Graph:
 
 def rows_dim(shape: Shape) -> Layout:
     return next((Split(d) for d, size in enumerate(shape) if size and size % ROWS == 0), WHOLE)
+
+
+def _has_rows(shape: Shape, layout: Layout) -> bool:
+    """Whether rows can lie so: no dim of a size of its own, as that of two views of a batch, is cut
+    where rows are."""
+    return not isinstance(layout, Split) or shape[layout.dim] // layout.outer % ROWS == 0
 
 
 _LINEAR = {"neg", "to", "clone", "detach", "squeeze", "unsqueeze", "view", "reshape", "alias",

@@ -55,6 +55,8 @@ def _strategies_of(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     if op.name == "repeat":
         return _repeat_strategies(op, pieces)
     found = [s for factor in factors_of(op) for s in _of_factor(op, factor, pieces)]
+    found += _batches_in_a_row(op, pieces) if op.name == "cat" else []
+    found += _of_batches_in_a_row(op, pieces) if op.name == "slice" else []
     return [*found, *_within_groups(op)] if op.name == "scaled_dot_product_attention" else found
 
 
@@ -132,6 +134,33 @@ def _repeat_strategies(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
         found += [_strategy(op, {0: Split(dim, outer)}, Split(new + dim, outer * copies))
                   for outer in sorted({1} | outers) if size > 1 and size % outer == 0 and copies]
     return found
+
+
+def _batches_in_a_row(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
+    """The rows of several equal values, one behind the other, are cut within each."""
+    dim, count = op.dim(1, len(op.out)), len(op.args[0])
+    size = op.out[dim] // count
+    if size % ROWS or any(shape[dim] != size for shape in op.shapes):
+        return []
+    outers = {1} | {outer for node in op.inputs for d, outer in pieces[node] if d == dim}
+    return [_strategy(op, dict.fromkeys(range(len(op.inputs)), Split(dim, outer)),
+                      Split(dim, outer * count)) for outer in sorted(outers)]
+
+
+def _of_batches_in_a_row(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
+    """Some of several values with all rows, one behind the other (`x[:n]`); or some of what each
+    row has there (`x[::2]`)."""
+    dim, start, end, step = op.dim(1, len(op.out)), op.arg(2), op.arg(3), op.arg(4, "", 1)
+    size, start = op.shapes[0][dim], start or 0
+    end = size if end is None else min(end, size)
+    if size % ROWS or not 0 <= start < end:
+        return []
+    if step > 1:
+        each = end == size and start < step and size // ROWS % step == 0
+        return [_strategy(op, {0: Split(dim)}, Split(dim))] if each else []
+    outers = {outer for d, outer in pieces[op.inputs[0]] if d == dim}
+    return [_strategy(op, {0: Split(dim, outer)}, Split(dim, (end - start) * outer // size))
+            for outer in sorted(outers) if start * outer % size == end * outer % size == 0]
 
 
 def strategies(graph: fx.Graph,
