@@ -55,6 +55,33 @@ def claim_a_model_that_cannot_be_exported_trains_and_says_why() -> None:
     assert "x.sum() > 1e9" in model.fallback_reason
 
 
+class Ranked(nn.Module):
+    """As recommenders on a graph are: a sparse matrix times all embeddings, then some rows."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.all = nn.Embedding(14, 8)
+        graph = (torch.rand(14, 14) > 0.6).double().to_sparse()
+        if registered:
+            self.register_buffer("graph", graph)
+        else:
+            self.graph = graph
+
+    def forward(self, users: Tensor, liked: Tensor) -> Tensor:
+        known = self.all.weight + torch.sparse.mm(self.graph, self.all.weight)
+        scores = (known[users % 6] * known[6 + liked % 8]).sum(-1)
+        return F.binary_cross_entropy_with_logits(scores, (liked % 2).to(scores.dtype))
+
+
+def claim_sparse_matrices_train_as_they_are() -> None:
+    for registered in (True, False):
+        torch.manual_seed(0)
+        plain = Ranked(registered)
+        batches = [tuple(torch.randint(0, 24, (2, rows))) for rows in (8, 8, 7)]
+        model = _same_steps(plain, batches, lambda own, *given: own(*given))
+        assert "sparse" in model.fallback_reason
+
+
 class Recording(Branching):
     """Keeps the largest value that it has seen."""
 

@@ -26,7 +26,9 @@ from .world import World
 
 log = logging.getLogger("autopar_torch")
 MOST_S = 0.5  # of the module's forward, by a datasheet
-APART, LEAST = 1e-2, 1e-3  # relative, and at all: what rounding and ties of a router may do
+# Relative, and at all: what rounding and ties of a router may do; some norms are float32 anyway.
+APART = {torch.float64: (1e-4, 1e-8)}
+APART_ELSE = 1e-2, 1e-3
 
 
 class FirstStep(NamedTuple):
@@ -41,7 +43,8 @@ class FirstStep(NamedTuple):
                     want.numel() and want.isfinite().all()):
                 continue
             apart, size = float((got[name].detach() - want).abs().max()), float(want.abs().max())
-            if not apart <= max(APART * size, LEAST):  # nor is it a number
+            relative, least = APART.get(want.dtype, APART_ELSE)
+            if not apart <= max(relative * size, least):  # nor is it a number
                 raise RunError(
                     f"`{name}` is off by {apart:.3g} from what the module itself gives for this "
                     f"batch (at most {size:.3g})", where="the first step",

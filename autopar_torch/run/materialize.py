@@ -46,7 +46,10 @@ def full_values(model: nn.Module, world: World, device: torch.device, seed: int,
             return there[name]().to(device, tensors[name].dtype, copy=True)
         if tensors[name].is_meta:
             return fill(name).to(device)
-        full = tensors[name].detach().to(device).contiguous()
+        full = tensors[name].detach().to(device)
+        if full.layout != torch.strided:
+            return full  # such are not sent
+        full = full.contiguous()
         if world.size > 1:
             dist.broadcast(full, 0)
         return full

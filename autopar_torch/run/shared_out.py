@@ -138,7 +138,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             labels, kept = _Labels(), list[int]()
 
             def keep(value: Tensor, kept: list[int] = kept) -> Tensor:
-                kept.append(value.nbytes)
+                kept.append(value.nbytes if value.layout == torch.strided else 0)
                 return value
 
             try:
@@ -209,7 +209,8 @@ class _RowsTrial:
         with torch.enable_grad(), self.call.surroundings(self.device):
             form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
         return _Tried({"loss": named["loss"]} if "loss" in named else named,
-                      {**dict(model.named_buffers()), **dict(model.named_parameters())},
+                      {name: x for named in (model.named_buffers(), model.named_parameters())
+                       for name, x in named if x.layout == torch.strided},
                       form.leaves,
                       {n: p for n, p in model.named_parameters() if p.requires_grad})
 

@@ -27,7 +27,7 @@ from .burnt import Read, tensors_of
 from .call import Call
 from .casts import Casts
 from .checks import passed
-from .effects import Effects, attributes_set, refuse_large, refuse_messages
+from .effects import Effects, attributes_set, refuse_large, refuse_messages, refuse_sparse
 from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
 from .row_branches import Answers, asking
@@ -271,6 +271,7 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
               *how: Any) -> Captured:
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
     answers: Answers = {}
+    refuse_sparse(tensors_of(model).values(), "")
     first = first_names(model)
     names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
 

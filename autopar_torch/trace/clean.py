@@ -15,6 +15,7 @@ from ..model import TensorInfo
 from ..shard.rules import is_mutable, op_name
 from .autocast import spell_out
 from .capture import Captured, line_of, module_path
+from .effects import refuse_sparse
 
 log = logging.getLogger("autopar_torch")
 aten = torch.ops.aten
@@ -64,6 +65,7 @@ def _memory(value: Any, line: str) -> frozenset[int]:
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         raise TraceError("torch.func (vmap, grad, jvp) cannot be traced", where=line or "forward",
                          fix="write it out for the whole batch")
+    refuse_sparse(tensors, line)
     return frozenset(t.untyped_storage()._cdata for t in tensors)
 
 

@@ -238,6 +238,12 @@ def _cached(model: nn.Module) -> Iterator[Any]:
             yield from (value for value in values if type(value) is _Cached)
 
 
+def refuse_sparse(tensors: Iterable[Tensor], line: str) -> None:
+    if any(t.layout != torch.strided for t in tensors):
+        raise TraceError("sparse tensors cannot be traced", where=line or "forward",
+                         fix="make them dense")
+
+
 def refuse_large(model: nn.Module, reads: frozenset[Read]) -> None:
     """Arrays that are too large to be compared before each call."""
     for name, own in model.named_modules():
