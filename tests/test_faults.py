@@ -214,6 +214,17 @@ def test_an_exception_is_told_before_an_end_and_an_end_only_of_who_did_less() ->
     assert found and "has come to the end of its script" in found.what
 
 
+def test_a_call_that_another_rank_has_left_with_an_error_is_not_waited_for() -> None:
+    call = JointCall(4, "forward", "backward")
+    gone = Beat(9, call.failing(ValueError("no\n  rows")), IN_CODE, 1, "")
+    found = standing(call, {1: gone}).left()
+    assert found and "left forward (call 4) with an error" in found.what
+    assert "ValueError: no rows" in found.what
+    ahead = structs.replace(gone, call=gone.call.then("forward"), action="forward")
+    assert standing(call, {1: ahead}).left()
+    assert standing(call.then("forward"), {1: gone}).left() is None
+
+
 def test_silence_is_that_no_beat_has_come() -> None:
     call = JointCall(5, "forward", "forward")
     one, two = (Beat(count, call, "forward", 1, "train.py:7") for count in (1, 2))

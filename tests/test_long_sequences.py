@@ -233,7 +233,7 @@ def test_it_waits_for_its_doors_and_for_what_no_computation_hides() -> None:
 
 @pytest.mark.parametrize("heads", [16, 12])
 def test_it_is_chosen_for_128k_tokens_on_8_gpus(heads: int) -> None:
-    """Heads that 8 devices can share leave little to gain, twelve leave half of the time."""
+    """Heads that 8 devices can share leave little to gain, twelve leave a third of the time."""
     with torch.device("meta"):
         ids = torch.zeros(1, 2**17, dtype=torch.long)
         model = zoo.NanoGPT(32000, 128 * heads, heads, 3, 2**17)
@@ -241,11 +241,11 @@ def test_it_is_chosen_for_128k_tokens_on_8_gpus(heads: int) -> None:
     free, never = (ap.plan(model, inputs, "8xH100", global_batch_size=1, precision="bfloat16",
                            constraints={"rings": rings}) for rings in ("free", "never"))
     assert along(free.plan) and not along(never.plan)
-    assert free.step_s < never.step_s * (1.0 if heads == 16 else 0.6)
+    assert free.step_s < never.step_s * (1.0 if heads == 16 else 0.7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make, most", [("llama_8b_128k", 1.0), ("qwen_7b_128k", 0.6)])
+@pytest.mark.parametrize("make, most", [("llama_8b_128k", 1.0), ("qwen_7b_128k", 0.75)])
 def test_it_is_chosen_for_a_llama_without_a_mask(make: str, most: float) -> None:
     model, inputs = getattr(big_models, make)()
     free, never = (ap.plan(model, inputs, "8xH100", global_batch_size=1, precision="bfloat16",

@@ -25,6 +25,7 @@ from .standing import (
     BROKEN,
     IN_CODE,
     IN_COLLECTIVE,
+    MOST_SAID,
     Beat,
     JointCall,
     Member,
@@ -42,7 +43,6 @@ PATIENCE = 10  # limits: as long may a rank be busy that is alive
 LONG_S = 1800.0  # the limit of what takes long, and says so itself
 LONG = ("tracing", "measuring", "searching")
 GRACE_S = 5.0
-MOST_SAID = 500  # characters of an exception
 RAW = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|"
                  "recvvalue|sendbytes", re.IGNORECASE)
 
@@ -70,10 +70,11 @@ class Lookout:
         self.action = name
         try:
             yield
-        except RuntimeError as error:
-            if not self.members or not RAW.search(str(error)):
-                raise
-            raise self.explained() from error
+        except Exception as error:
+            if self.members and isinstance(error, RuntimeError) and RAW.search(str(error)):
+                raise self.explained() from error
+            self.call = self.call.failing(error)
+            raise
         finally:
             self.action = before
 
@@ -161,6 +162,8 @@ class Lookout:
             found = standing.silent(self.first_beats, waited_s)
         limit_s = max(self.limit_s, LONG_S) if str(self.action) in LONG else self.limit_s
         if found is not None or waited_s < limit_s:
+            return found
+        if found := standing.left():
             return found
         slow = standing.slow(waited_s)
         if waited_s >= PATIENCE * limit_s:

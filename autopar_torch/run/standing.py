@@ -17,18 +17,26 @@ HELD = "its Python does not run (held by code in C?), or its machine is away"
 LIBRARIES = (f"{os.sep}autopar_torch{os.sep}", f"{os.sep}torch{os.sep}", "<",
              f"{os.sep}contextlib.py", f"{os.sep}threading.py")
 MOST_NAMED = 4
+MOST_SAID = 500  # characters of an exception
 MORE_TIME = 'AUTOPAR_TIMEOUT_S or guards={"timeout_s": ...} allow more time'
 
 
 class JointCall(Struct, frozen=True):
-    """A call that all ranks make together, counted, and the one before."""
+    """A call that all ranks make together, counted, and the one before; and the last one that
+    ended in an error here."""
 
     number: int
     name: str
     before: str = ""
+    failed: int = 0
+    error: str = ""
 
     def then(self, name: str) -> JointCall:
-        return JointCall(self.number + 1, name, self.name)
+        return JointCall(self.number + 1, name, self.name, self.failed, self.error)
+
+    def failing(self, error: BaseException) -> JointCall:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_SAID]
+        return JointCall(self.number, self.name, self.before, self.number, text)
 
     def name_of(self, number: int) -> str:
         """What the call with this number was; "" if that is not known any more."""
@@ -157,6 +165,15 @@ class Standing(Struct, frozen=True):
                 what = f"{member} has given no sign of life, while this rank waited {waited_s:.0f}"
                 return Verdict(f"{what} s: {why}; {self._last(rank)}",
                                f"see where it is (py-spy dump --pid); {MORE_TIME}")
+        return None
+
+    def left(self) -> Verdict | None:
+        """A rank that has left this call with an error, after which its script went on."""
+        for rank, beat in self.beats.items():
+            if beat.call.failed == self.doing.call.number:
+                return Verdict(f"{self.members[rank]} left {self.doing.call} with an error, and "
+                               f"its script goes on: {beat.call.error}",
+                               "let errors end the script, or catch those alone that all have")
         return None
 
     def slow(self, waited_s: float) -> Verdict:
