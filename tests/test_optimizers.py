@@ -176,6 +176,18 @@ def slow_claim_adafactor_of_transformers(job: Job) -> Any:
     return found + job.train(make(lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9))
 
 
+@everywhere
+def claim_state_is_read_and_written_parameter_by_parameter(job: Job) -> Any:
+    found: list[Any] = []
+    for opt in (adamw(job.params), torch.optim.Adagrad(job.params, lr=1e-3, eps=1e-3)):
+        job.train(opt)
+        found += [opt.state[p][key].sum() for p in job.params for key in opt.state[p]]
+        for state in opt.state.values():
+            state.get("exp_avg_sq", state.get("sum")).mul_(2.0)
+        found += job.train(opt)
+    return found
+
+
 def slow_claim_a_fresh_optimizer_has_whole_state_once_it_is_loaded() -> None:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
@@ -185,6 +197,7 @@ def slow_claim_a_fresh_optimizer_has_whole_state_once_it_is_loaded() -> None:
         job.train(opt, 1)
         job.model.save(folder[0], opt)
         job.model.load(folder[0], fresh)
+        assert fresh.state.keys() == opt.state.keys() == set(job.params), plan
         got, want = (
             [state[k] for state in o.state_dict()["state"].values() for k in sorted(state)]
             for o in (fresh, opt)

@@ -23,7 +23,6 @@ from ..shard.holdings import Box
 from . import optimizers, plainly, steps, stored
 from .background import Writing
 from .full_state import same_shape
-from .optimizers import ELEMENTWISE
 from .params import Held, ParamStore
 from .randomness import OwnNumbers
 from .sharded import Sharded, local as local_of, mark
@@ -322,12 +321,11 @@ def _same_groups(store: ParamStore, optimizer: Optimizer,
 
 def _fit_state(store: ParamStore, optimizer: Optimizer, found: stored.Checkpoint, saved: SavedState,
                fitting: Fitting) -> Iterator[Rectangles]:
-    """Room for what was saved of each parameter: this rank's part, or all. Optimizers that see
-    whole tensors keep state on every rank, others where there is a part."""
+    """Room for what was saved of each parameter: this rank's part, or all."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param, name in zip(params, sum(_members(store, optimizer), ()), strict=True):
         held = store.held.get(name)
-        if name not in saved or (held is None and type(optimizer) in ELEMENTWISE):
+        if name not in saved:
             continue
         own = fitting.state[param] = {}
         for key, value in saved[name].items():

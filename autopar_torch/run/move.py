@@ -24,7 +24,7 @@ from ..errors import RunError
 from ..measure import quotas
 from ..shard.transfers import transfers
 from . import optimizers, plainly as values
-from .optimizers import ELEMENTWISE, NUMBERS
+from .optimizers import NUMBERS
 from .params import ParamStore, put
 from .sharded import Sharded, local, mark, plainly, unmark
 from .spread import view_of
@@ -240,8 +240,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _hand_back(store: ParamStore, own_optimizers: Sequence[Optimizer], found: Everything) -> None:
-    """Gradients and optimizers get what has moved; who has no part of a parameter keeps nothing of
-    it, but for optimizers that see whole tensors."""
+    """Gradients and optimizers get what has moved."""
     for place, (kept, value) in found.items():
         param, spread = store.tensors[place.param], store.spreads.get(place.param)
         if kept.cut and spread is not None:
@@ -249,11 +248,8 @@ def _hand_back(store: ParamStore, own_optimizers: Sequence[Optimizer], found: Ev
         if place.optimizer < 0:
             param.grad = value
             continue
-        optimizer = own_optimizers[place.optimizer]
-        state = optimizer.state
-        if type(optimizer) in ELEMENTWISE and spread is not None and spread.is_empty:
-            state.pop(param, None)
-        elif kept.cut or place.key not in state.get(param, {}):
+        state = own_optimizers[place.optimizer].state
+        if kept.cut or place.key not in state.get(param, {}):
             state[param][place.key] = _again(kept, value, param)
     for optimizer in own_optimizers:
         optimizers.learn(optimizer)

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn, optim
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -33,7 +32,6 @@ _met: list[ref[Optimizer]] = []  # in the order in which they first stepped, or 
 _taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps since it is known
 _stepping: WeakSet[Optimizer] = WeakSet()  # whose step() has begun
 _plain: list[tuple[Tensor, type]] = []  # during a step: what it was before
-_hidden: list[tuple[Tensor, Tensor]] = []  # gradients of what this rank has nothing of
 
 
 @cache
@@ -50,10 +48,6 @@ def restore() -> None:
         while _plain:
             tensor, kind = _plain.pop()
             tensor.__class__ = kind
-        while _hidden:
-            param, grad = _hidden.pop()
-            param.grad = grad
-            increment_version(param)  # as where the parameter was changed
 
 
 def _ours(optimizer: Optimizer) -> list[ShardedParameter]:
@@ -134,11 +128,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _show_part(param: ShardedParameter, state: dict[str, Any]) -> None:
     """The plain part, with a plain gradient and state."""
-    grad = param.grad
-    if grad is not None and param.spread.is_empty:
-        _hidden.append((param, grad))
-        param.grad = None
-    for tensor in (param, grad, *state.values()):
+    for tensor in (param, param.grad, *state.values()):
         if isinstance(tensor, Sharded):
             _plain.append((tensor, type(tensor)))
             tensor.__class__ = nn.Parameter if tensor is param else Tensor  # type: ignore[assignment]
@@ -152,8 +142,6 @@ def _cut_state(optimizer: Optimizer) -> None:
             for key, value in state.items():
                 if type(value) is Tensor and key not in NUMBERS and value.shape == spread.shape:
                     state[key] = mark(spread.part(value), spread)
-            if spread.is_empty and type(optimizer) in ELEMENTWISE and spread.shape.numel():
-                optimizer.state.pop(param, None)
 
 
 def _full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
