@@ -191,6 +191,41 @@ def claim_named_tuples_and_sequences_are_what_they_are() -> None:
     assert len(model) == 5 and model[0].out_features == 8 and len(list(model)) == 5 and model
 
 
+def _half(part: nn.Module) -> None:
+    if isinstance(part, Net):
+        part.head.bias.data.fill_(0.5)
+
+
+class Around(nn.Module):
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net, self.last = net, nn.Linear(1, 1)
+
+
+def claim_children_and_names_are_those_of_the_module() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        for own in (model, plain):
+            for child in list(own.children())[:1]:
+                child.requires_grad_(False)
+            own.get_submodule("head").register_buffer("seen", torch.zeros(2))
+            own.apply(_half)
+        for seed in (0, 1):
+            names, outer, other = dict(model.named_modules()), Around(model), Around(plain)
+            assert list(names) == [name for name, _ in plain.named_modules()]
+            assert names["layers.1"] is model.module.layers[1]
+            for kind in ("named_parameters", "named_buffers", "state_dict"):
+                assert list(dict(getattr(outer, kind)())) == list(dict(getattr(other, kind)()))
+            halves = {name: 0.5 * value for name, value in outer.state_dict().items()}
+            assert not any(outer.load_state_dict(halves))
+            other.load_state_dict(halves)
+            for own in (outer, other):
+                own.eval()
+                assert not own.net.layers[0].training
+                own.train()
+            assert model.module.training and step(model, plain, seed), degrees
+
+
 def slow_claim_a_compiled_parallel_model_trains() -> None:
     for degrees in (DP2, PP2):
         model, plain = parallel(degrees), net()

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 from torch import nn
 
 log = logging.getLogger("autopar_torch")
+_SHARED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class Around(nn.Module):
-    """What it has not itself is read from the user's module, set there, and deleted there."""
+    """What it has not itself is read from the user's module, set there, and deleted there. Its
+    children, parameters and buffers are those of the user's module, under their names."""
 
     module: nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
+        if name == "module":  # not yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -37,7 +36,9 @@ class Around(nn.Module):
         return True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
+        if name == "module":  # no child: whoever walks along children meets those of the user's
+            vars(self).update({name: value, **{own: getattr(value, own) for own in _SHARED}})
+        elif self._is_own(name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -52,6 +53,19 @@ class Around(nn.Module):
         self.module.add_module(*args, **kwargs)
 
     register_module = add_module
+
+    def train(self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        self.module.apply(fn)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Of `load_state_dict()` of a module around this one."""
+        self.module._load_from_state_dict(*args)
 
     def __delattr__(self, name: str) -> None:
         if self._is_own(name):
