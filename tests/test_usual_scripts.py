@@ -226,6 +226,17 @@ def claim_children_and_names_are_those_of_the_module() -> None:
             assert model.module.training and step(model, plain, seed), degrees
 
 
+def claim_other_names_of_whole_parameters_follow_them() -> None:
+    model, plain = parallel(DP2), net()
+    values = [list(own.state_dict().values()) for own in (model, plain)]
+    for own in (model, plain):
+        penalty = sum(p.pow(2).sum() for p in own.parameters())
+        (own(*batch())[1] + penalty).backward()
+    for seed in (0, 1):
+        assert step(model, plain, seed)
+        assert all(map(near, *values)), seed
+
+
 def slow_claim_a_compiled_parallel_model_trains() -> None:
     for degrees in (DP2, PP2):
         model, plain = parallel(degrees), net()

@@ -228,15 +228,23 @@ class ParamStore:
 
 
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Give the user's object a new content; it stays the same object, also off `meta`."""
+    """Give the user's object a new content; it stays the same object, also off `meta`, in the same
+    memory where that fits: a script may know it by other names, as from `state_dict()`."""
     if tensor.is_meta and not value.is_meta:
         fresh = nn.Parameter(value, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, fresh if isinstance(tensor, nn.Parameter) else value)
+    elif _has_room(tensor, value):
+        tensor.data.copy_(value)  # which is no change to a graph that has read it
     else:
         if tensor.requires_grad:  # torch forgets the old shape only with the old type; without, a
             other = torch.float32 if value.dtype == torch.float16 else torch.float16  # graph that
             tensor.data = value.new_empty(0, dtype=other)  # is kept (pruning, weight_norm) has it
         tensor.data = value
+
+
+def _has_room(tensor: Tensor, value: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_inference() and (
+        (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device))
 
 
 class GradBucket:
