@@ -59,6 +59,12 @@ def test_a_graph_is_planned_as_one_row(caplog: pytest.LogCaptureFixture) -> None
     assert "rows of the batch cannot be told apart" in caplog.text
 
 
+def test_nothing_is_cut_by_zero_where_nothing_trains(caplog: pytest.LogCaptureFixture) -> None:
+    found = ap.plan(net().requires_grad_(False), batch()[0], "2xL4",
+                    constraints={"zero": 3, "dp": 2})
+    assert found.plan.zero == 0 and "not honoured: zero=3" in caplog.text
+
+
 class Asking(Net):
     """Forward asks what gradients there are, in training and in evaluation."""
 

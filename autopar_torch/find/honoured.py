@@ -17,9 +17,11 @@ FIELDS = Constraints.__struct_fields__
 
 
 def possible(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
-    """One replica where ops look at several rows at once, and all forwards before any backward
-    where the loss is made outside of the model, whatever was asked for."""
+    """One replica where ops look at several rows at once, all forwards before any backward where
+    the loss is made outside of the model, and nothing cut by ZeRO where nothing trains, whatever
+    was asked for."""
     alone, outside = traced.graph.unjoined, "loss" not in traced.outputs
+    trains = any(info.trainable for info in traced.graph.params.values())
     if alone and tell:
         asked = limits.dp not in (None, 1)
         log.log(logging.WARNING if asked else logging.INFO,
@@ -28,7 +30,9 @@ def possible(limits: Constraints, traced: Traced, *, tell: bool) -> Constraints:
                 traced.graph.coupling())
     if outside and tell and limits.schedule not in (None, "gpipe"):
         log.warning("not honoured: schedule=%s, as the model returns no loss", limits.schedule)
-    return replace(limits, dp=1 if alone else limits.dp,
+    if not trains and tell and limits.zero:
+        log.warning("not honoured: zero=%d, as no parameter is trained", limits.zero)
+    return replace(limits, dp=1 if alone else limits.dp, zero=limits.zero if trains else 0,
                    schedule="gpipe" if outside else limits.schedule)
 
 
