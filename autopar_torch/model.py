@@ -150,6 +150,15 @@ class ModelGraph(Struct, frozen=True, dict=True):
         """Kinds that change buffers: once a step, so they have one micro-batch."""
         return tuple(name for name, kind in self.kinds.items() if kind.mutates)
 
+    @property
+    def rewritten(self) -> set[str]:
+        """Buffers that only blocks see that change them. These run once, so no backward reads
+        them again."""
+        seen: dict[bool, set[str]] = {True: set(), False: set()}
+        for block in self.blocks:
+            seen[self.kinds[block.kind].mutates].update(block.params.values())
+        return {name for name in seen[True] - seen[False] if self.params[name].buffer}
+
     def kind_of(self, block: int) -> Kind:
         return self.kinds[self.blocks[block].kind]
 

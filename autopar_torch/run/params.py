@@ -7,7 +7,7 @@ The user's Parameter objects keep their identity and hold this rank's part. Bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -194,10 +194,10 @@ class ParamStore:
                 held.leaf.copy_(held.tensor)
         self.gather(self.gathered)
 
-    def versions(self) -> list[int]:
-        """Other numbers after any parameter has changed in place."""
+    def versions(self, but: Container[str]) -> list[int]:
+        """Other numbers after any parameter or buffer, `but` these, has changed in place."""
         with plainly():
-            return [held.tensor._version for held in self.held.values()]
+            return [held.tensor._version for name, held in self.held.items() if name not in but]
 
     def gathers_per_use(self, held: Held) -> bool:
         """ZeRO 3: whole only while a block runs, where the whole team runs it together."""

@@ -144,7 +144,7 @@ class RankStep:
             if self.world.rank == 0:
                 _tell_costs()
         values = self._compared(self._outputs(keep=True))
-        self.versions = self.store.versions()
+        self.versions = self.store.versions(self.program.traced.graph.rewritten)
         params = {name: t for name, t in parallel.store.tensors.items() if t.requires_grad}
         ends = {name: x for name, x in values.items() if self.program.info(name).grad}
 
@@ -227,7 +227,7 @@ class RankStep:
         parallel, program = self.parallel, self.program
         check_alike(self.world, upstream)
         self._refuse_moved()
-        if self.store.versions() != self.versions:
+        if self.store.versions(program.traced.graph.rewritten) != self.versions:
             raise RunError("a parameter was changed between forward and backward",
                            where="backward", fix="call optimizer.step() after the backward() of "
                            "all that was computed before")
