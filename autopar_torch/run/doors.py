@@ -57,6 +57,16 @@ def _where(name: str) -> str:
     return f"parallelize: model{'.' if name else ''}{name}"
 
 
+def refuse_call(model: nn.Module, busy: bool, args: Any, kwargs: Any) -> None:
+    """Refuse a call of forward that would come out wrong, or not at all."""
+    if busy:
+        raise RunError("forward is called inside of another forward or backward of this model",
+                       where="model(...)", fix="take torch.utils.checkpoint away from around the "
+                       "model: to recompute is a part of its plan, constraints={'recompute': True}")
+    refuse_wrapped(model)
+    refuse_watched(args, kwargs)
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuse fully_shard, which gives a module another class."""
     if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):

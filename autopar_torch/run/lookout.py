@@ -78,6 +78,11 @@ class Lookout:
         finally:
             self.action = before
 
+    @property
+    def busy(self) -> bool:
+        """Whether the main thread is in such a call."""
+        return self.action is not IN_CODE
+
     def explained(self) -> RunError:
         """Why a connection broke."""
         first, deadline, found = self._standing().beats, time.monotonic() + SILENT_S, self.verdict

@@ -170,8 +170,7 @@ class ParallelModel(Around):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # by `torch.compile(model)`
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
-        doors.refuse_wrapped(self)
-        doors.refuse_watched(args, kwargs)
+        doors.refuse_call(self, self.world.watch.busy, args, kwargs)
         optimizers.restore()  # after a step that raised
         train = self.training and torch.is_grad_enabled()
         with self.world.doing("forward" if train else "evaluation"):
