@@ -17,12 +17,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
@@ -35,6 +37,7 @@ _Cached = functools._lru_cache_wrapper
 _NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep none
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _LEFT = (FakeTensor, bool, str, type(None))  # what a trace can leave in an attribute
+_FORWARD = _BatchNorm.forward
 _OTHERS = "; or let it train untraced, with data parallelism"
 Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it holds, where it is)
 
@@ -75,6 +78,7 @@ class Effects:
         with (attributes_set(nn.Module, __getattribute__=self._getter(),
                              __setattr__=self._setter()),
               attributes_set(CheckpointFunction, apply=staticmethod(_unrolled)),
+              attributes_set(_BatchNorm, forward=_averaged),
               _forgotten(self.model)):
             yield
 
@@ -282,6 +286,22 @@ def _unrolled(run: Callable[..., Any], _: bool, *args: Any) -> Any:
     trained = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         return run(*args)
+
+
+def _averaged(own: _BatchNorm, x: Tensor) -> Tensor:
+    """Without a momentum, statistics are the mean of those of all batches so far: torch makes a
+    Python number of their count, which a trace cannot. A momentum of 1 gives those of this one."""
+    count = own.num_batches_tracked
+    if own.momentum is not None or count is None or not own.training:
+        return _FORWARD(own, x)
+    own._check_input_dim(x)
+    means = cast(Tensor, own.running_mean), cast(Tensor, own.running_var)
+    news = means[0].clone(), means[1].clone()
+    y = F.batch_norm(x, news[0], news[1], own.weight, own.bias, True, 1.0, own.eps)
+    count.add_(1)
+    for mean, new in zip(means, news, strict=True):
+        mean.add_((new - mean) / count)
+    return y
 
 
 def refuse_messages(func: Any) -> None:
