@@ -331,8 +331,9 @@ def check_rows(plan: Plan, graph: ModelGraph) -> None:
             where="Plan.replicas[*].num_micro_batches",
             fix="use num_micro_batches=1" + (" and one replica (dp=1)" if graph.unjoined else "")
             + "; or make such a loss outside, of what the model returns; or put those layers in "
-            'eval mode; or allow them, with constraints={"batch_statistics": "local"}, to look at '
-            "the rows of one part, as DistributedDataParallel does",
+            "eval mode, and the model itself not (model.train(), then layer.eval()); or allow "
+            'them, with constraints={"batch_statistics": "local"}, to look at the rows of one '
+            "part, as DistributedDataParallel does",
         )
 
 
