@@ -13,10 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autopar_torch as ap
 import claims
-from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, step, step_losses
+from nets import (
+    ALL,
+    DP2,
+    PP2,
+    TP2,
+    ZERO3,
+    Net,
+    batch,
+    near,
+    net,
+    parallel,
+    refused,
+    step,
+    step_losses,
+)
 
 Output = namedtuple("Output", ["logits", "loss", "number"])
 
@@ -241,6 +256,79 @@ def slow_claim_a_compiled_parallel_model_trains() -> None:
     for degrees in (DP2, PP2):
         model, plain = parallel(degrees), net()
         assert step(torch.compile(model), plain) and step(model, plain, 1), degrees
+
+
+def trained(own: Any, loss_of: Callable[[Any, int], Tensor]) -> Tensor:
+    """Losses of three steps of SGD, and everything that the model then holds."""
+    losses = []
+    for seed in range(3):
+        own.zero_grad()
+        losses.append(loss_of(own, seed))
+        losses[-1].backward()
+        with torch.no_grad():
+            for param in own.parameters():
+                param -= 0.1 * param.grad
+    return torch.cat([torch.stack(losses).detach(), *(
+        value.flatten() for value in own.state_dict().values())])
+
+
+def normed(momentum: float | None = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=momentum), nn.ReLU(),
+                         nn.Linear(8, 4))
+
+
+def claim_batch_norms_may_run_twice_before_backward_but_no_parameter_may_change() -> None:
+    def twice(own: Any, seed: int) -> Tensor:
+        other = own(batch(6, seed + 9)[0])
+        x, y = batch(8, seed)
+        return F.cross_entropy(own(x), y) + other.softmax(1).square().mean()
+
+    for degrees in (DP2, TP2, {"pp": 2}):
+        model = ap.parallelize(normed(), plan=ap.Plan.uniform(**degrees))
+        assert near(trained(model, twice), trained(normed(), twice)), degrees
+        loss = model(batch()[0]).square().mean()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        assert "was changed between forward and backward" in refused(loss.backward)
+
+
+def claim_batch_norms_without_a_momentum_average_all_batches() -> None:
+    def loss_of(own: Any, seed: int) -> Tensor:
+        x, y = batch(8, seed)
+        return F.cross_entropy(own(x), y)
+
+    for degrees in (DP2, TP2, {"pp": 2}):
+        model = ap.parallelize(normed(None), plan=ap.Plan.uniform(**degrees))
+        assert near(trained(model, loss_of), trained(normed(None), loss_of)), degrees
+
+
+class Alike(nn.Module):
+    """A loss that begins at a number, of which a mean is taken away, as in BYOL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = (F.cosine_similarity(own(x), y).mean() for own in (self.one, self.other))
+        return 4 - 2 * first - (second - 1) * 3
+
+
+def claim_a_mean_taken_from_a_number_is_one_over_rows() -> None:
+    def loss_of(own: Any, seed: int) -> Tensor:
+        x, y = batch(8, seed)
+        return own(x, F.one_hot(y, 4).float())
+
+    for degrees in (PP2, DP2):
+        assert near(trained(parallel(degrees, Alike), loss_of), trained(net(Alike), loss_of))
+
+
+def claim_a_checkpoint_around_the_model_is_refused() -> None:
+    for degrees in (DP2, TP2):
+        out = checkpoint(parallel(degrees), batch()[0], use_reentrant=False)[0]
+        assert "inside of another forward or backward" in refused(out.square().mean().backward)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))
