@@ -389,7 +389,7 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, erro
                                  for r in given.replicas):
         raise TraceError(
             error.what, where=error.where,
-            fix=f"{error.fix}{'; or ' * bool(error.fix)}use data parallelism only (tp=1, pp=1)",
+            fix=f"{error.fix}{'; or ' * bool(error.fix)}data parallelism (tp=1, pp=1) may take it",
         ) from error
     place = parallel.world
     if given is None:

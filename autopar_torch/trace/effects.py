@@ -38,7 +38,7 @@ _NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep n
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _LEFT = (FakeTensor, bool, str, type(None))  # what a trace can leave in an attribute
 _FORWARD = _BatchNorm.forward
-_OTHERS = "; or let it train untraced, with data parallelism"
+_OTHERS = "; or data parallelism (tp=1, pp=1) may take it untraced"
 Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it holds, where it is)
 
 

@@ -109,7 +109,7 @@ def refuse_unseen(outputs: Iterable[Tensor]) -> None:
             raise TraceError(
                 str(OwnBackwardError(own)), where=kind_of(own),
                 fix="call it as its class's apply inside of a submodule, or write it with torch "
-                "operations; or let it train untraced, with data parallelism",
+                "operations; or data parallelism (tp=1, pp=1) may take it untraced",
             )
 
 
