@@ -48,8 +48,8 @@ class FileError(AutoparError):
     """A file is missing, malformed, too large, or of another version."""
 
 
-class CheckpointError(AutoparError):
-    """A checkpoint does not hold what the model needs."""
+class CheckpointError(AutoparError, RuntimeError):
+    """A checkpoint does not hold what the model needs; torch raises RuntimeError then."""
 
 
 class RunError(AutoparError):

@@ -15,7 +15,9 @@ from .sharded import Sharded, local
 def same_shape(name: str, there: Sequence[int], here: Sequence[int], where: str) -> None:
     """What is given has the shape of the full tensor."""
     if tuple(there) != tuple(here):
-        raise CheckpointError(f"{name} is {tuple(there)} there, {tuple(here)} here", where=where)
+        raise CheckpointError(f"{name} is {tuple(there)} there, {tuple(here)} here", where=where,
+                              fix="build the model with the sizes of what is loaded; of a "
+                              "state_dict, take out what does not fit and pass strict=False")
 
 
 def watch(module: nn.Module) -> None:
