@@ -331,6 +331,49 @@ def claim_a_checkpoint_around_the_model_is_refused() -> None:
         assert "inside of another forward or backward" in refused(out.square().mean().backward)
 
 
+class Found(nn.Module):
+    """A loss in training, a list of what was found in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        out = self.head(x)
+        return [own[own > 0] for own in out] if y is None else F.cross_entropy(out, y)
+
+
+def claim_what_evaluation_cannot_trace_the_plain_module_answers() -> None:
+    model = parallel(DP2, Found)
+    model(*batch()).backward()
+    model.eval()
+    with torch.no_grad():
+        assert "model.module(...)" in refused(lambda: model(batch()[0]))
+        assert len(model.module(batch()[0])) == 8
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
+        return self.layer(x, state)
+
+
+def claim_a_state_that_comes_later_is_to_start_from_zeros() -> None:
+    model, x = parallel(DP2, Recurrent), batch()[0].view(8, 1, 8)
+    state = model(x)[1].detach()
+    assert "start from one of zeros" in refused(lambda: model(x, state))
+
+
+def claim_sizes_that_do_not_fit_are_a_runtime_error() -> None:
+    model = parallel(DP2)
+    model(*batch())
+    with pytest.raises(RuntimeError, match="pass strict=False"):
+        model.load_state_dict(model.state_dict() | {"head.bias": torch.zeros(5)})
+
+
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)

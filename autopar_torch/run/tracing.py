@@ -45,14 +45,24 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
                              params=known, dtype=dtype, local=local, placed=placed)
             except Exception as error:
-                raise _with_hint(_told(error), call) from error.__cause__ or error
+                raise _with_hint(_told(error), call, training) from error.__cause__ or error
 
     return retrace
 
 
-def _with_hint(error: AutoparError, call: Call) -> AutoparError:
+def _with_hint(error: AutoparError, call: Call, training: bool) -> AutoparError:
     """Sizes that do not fit may be those of an input that has no rows."""
+    if not training:
+        return type(error)(error.what, where=error.where, fix="under replicas without ZeRO the "
+                           f"plain module may be asked, model.module(...); else {error.fix}")
     n, many = call.num_rows, sum(call.rows) > 1
+    states = [shape for shape, dim in zip(call.shapes, call.rows_dims, strict=True)
+              if dim is None and n in shape[1:]]
+    if states:
+        return type(error)(
+            f"{error.what} (an input is {states[0]}, of which no dim is taken for the {n} rows)",
+            where=error.where, fix="if it is a state of layers which the first call had not got "
+            f"(None), start from one of zeros; {error.fix}")
     if f"{ROWS}" not in error.what or not many:
         return error
     return type(error)(
