@@ -38,8 +38,8 @@ class Around(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":  # no child: whoever walks along children meets those of the user's
             vars(self).update({name: value, **{own: getattr(value, own) for own in _SHARED}})
-        elif self._is_own(name):
-            super().__setattr__(name, value)
+        elif self._is_own(name):  # not as a child or parameter, of which the user's has that name
+            object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)
 
@@ -69,7 +69,7 @@ class Around(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         if self._is_own(name):
-            super().__delattr__(name)
+            object.__delattr__(self, name)
         else:
             delattr(self.module, name)
 
