@@ -382,15 +382,16 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
-            long = isinstance(error, _TooLongError)
+            long, picks = isinstance(error, _TooLongError), isinstance(error, _DataSizeError)
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             free = "DataDependent" in type(error).__name__ or "data-dependent" in line
-            fix = ("avoid data-dependent Python control flow in forward" if free else
+            fix = ("keep the size and mask: (x * mask).sum() / mask.sum() is x[mask].mean()"
+                   if picks else "avoid data-dependent Python control flow in forward" if free else
                    "see that forward runs as it is, and look for sizes written as numbers"
                    if in_front else
                    "where the sequence comes first, and the batch second, say batch_dim=1")
             raise TraceError(
-                line if long else f"torch.export stopped: {type(error).__name__}: {line}",
+                line if long or picks else f"torch.export stopped: {type(error).__name__}: {line}",
                 where=getattr(error, "line", "") or user_line(error), fix=fix) from error
     return program, told[-1]
 
