@@ -98,7 +98,7 @@ def claim_replicas_tell_batches_apart() -> None:
     same(LOSSES | ALL_ROWS, **DP2)
 
 
-def claim_micro_batches_tell_batches_apart() -> None:
+def slow_claim_micro_batches_tell_batches_apart() -> None:
     same(LOSSES, **PP2)
 
 

@@ -92,7 +92,7 @@ def claim_replicas_train_on_every_form() -> None:
     same(DP2)
 
 
-def claim_pipelines_train_on_every_form() -> None:
+def slow_claim_pipelines_train_on_every_form() -> None:
     same(PP2)
 
 
