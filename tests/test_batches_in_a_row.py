@@ -49,6 +49,8 @@ LOSSES: dict[str, Loss] = {
         own.code(torch.cat([a, b]))),
     "slices of four": lambda own, a, b: (lambda z: F.mse_loss(z[len(a):3 * len(a)].sin(), torch.cat(
         [z[:len(a)], z[3 * len(a):]])))(own.code(torch.cat([a, b, b, a * b]))),
+    "the last": lambda own, a, b: (lambda z: F.mse_loss(z[:-len(a)], z[-len(a):]))(
+        own.code(torch.cat([a, b]))),
     "pairs": _pairs,
     "nested": lambda own, a, b: (lambda z: F.mse_loss(z[:, 0], z[:, 1]))(own.code(torch.cat(
         [torch.cat([a, b]), torch.cat([b, 2 * a])])).view(2, 2, len(a), 8))}

@@ -82,6 +82,32 @@ def claim_sparse_matrices_train_as_they_are() -> None:
         assert "sparse" in model.fallback_reason
 
 
+class Detecting(nn.Module):
+    """Returns a loss and scores; the loss is made of none where nothing is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.a(x)
+        found = y > 0
+        if not found.any():
+            return out.new_zeros(()), out
+        return ((out[:, 0] - y).square() * found).mean(), out
+
+
+def claim_ranks_agree_on_what_the_loss_is_whatever_their_rows_are() -> None:
+    batches = []
+    for step in range(3):
+        gen = torch.Generator().manual_seed(step)
+        x, y = torch.randn(6, 4, generator=gen), torch.ones(6)
+        y[3:] = -1 if step == 1 else 1
+        batches.append((x.double(), y.double()))
+    torch.manual_seed(0)
+    _same_steps(Detecting(), batches, _loss)
+
+
 class Recording(Branching):
     """Keeps the largest value that it has seen."""
 

@@ -252,6 +252,14 @@ def claim_other_names_of_whole_parameters_follow_them() -> None:
         assert all(map(near, *values)), seed
 
 
+def claim_memory_that_processes_share_is_left_alone() -> None:
+    """As torch.multiprocessing.spawn does with what it is given: each rank trains its own."""
+    shared, plain = net().share_memory(), net()
+    before = [p.data for p in shared.parameters()]
+    assert step(ap.parallelize(shared, plan=ap.Plan.uniform(**DP2)), plain)
+    assert all(map(near, before, net().parameters()))
+
+
 def slow_claim_a_compiled_parallel_model_trains() -> None:
     for degrees in (DP2, PP2):
         model, plain = parallel(degrees), net()
@@ -329,6 +337,11 @@ def claim_a_checkpoint_around_the_model_is_refused() -> None:
     for degrees in (DP2, TP2):
         out = checkpoint(parallel(degrees), batch()[0], use_reentrant=False)[0]
         assert "inside of another forward or backward" in refused(out.square().mean().backward)
+
+
+def slow_claim_plans_are_tried_inside_of_the_first_forward() -> None:
+    model = ap.parallelize(net(), confirm=2, constraints={"dp": 2})
+    assert step(model, net()) and model.found.measured
 
 
 class Found(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError, RunError
 from ..plan import Plan
+from .world import World
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
              "OptimizedModule", "ParallelModel")
@@ -57,14 +59,26 @@ def _where(name: str) -> str:
     return f"parallelize: model{'.' if name else ''}{name}"
 
 
-def refuse_call(model: nn.Module, busy: bool, args: Any, kwargs: Any) -> None:
-    """Refuse a call of forward that would come out wrong, or not at all."""
-    if busy:
-        raise RunError("forward is called inside of another forward or backward of this model",
-                       where="model(...)", fix="take torch.utils.checkpoint away from around the "
-                       "model: to recompute is a part of its plan, constraints={'recompute': True}")
-    refuse_wrapped(model)
-    refuse_watched(args, kwargs)
+class Turns:
+    """Calls of one model, of which no forward may be inside of another call."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.busy = world, False
+
+    @contextlib.contextmanager
+    def doing(self, name: str) -> Iterator[None]:
+        before = self.busy
+        if before and name != "backward":
+            raise RunError("forward is called inside of another forward or backward of this model",
+                           where="model(...)", fix="take torch.utils.checkpoint away from around "
+                           "the model: to recompute is a part of its plan, "
+                           "constraints={'recompute': True}")
+        self.busy = True
+        try:
+            with self.world.doing(name):
+                yield
+        finally:
+            self.busy = before
 
 
 def refuse_wrapped(model: nn.Module) -> None:

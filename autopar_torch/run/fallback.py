@@ -128,12 +128,13 @@ class _Step:
         with parallel.numbers.drawing(), dropout_apart(parallel.replica or 0):
             return self._step(call, tensors, shares)
 
-    def _forward(self, call: Call, tensors: list[Tensor]) -> tuple[Form, dict[str, Tensor]]:
+    def _forward(self, call: Call, tensors: list[Tensor],
+                 inside: bool = True) -> tuple[Form, dict[str, Tensor]]:
         device = self.parallel.device.type
         half = self.parallel.plan.precision == "bfloat16"
         with (torch.autocast(device, torch.bfloat16, enabled=half),
               call.surroundings(self.parallel.device)):
-            return outputs_of(self.parallel.module, self.loss_fn, *call.rebuild(tensors))
+            return outputs_of(self.parallel.module, self.loss_fn, *call.rebuild(tensors), inside)
 
     def _step(self, call: Call, tensors: list[Tensor], shares: Shares) -> Any:
         """A rank without rows runs one that does not count."""
@@ -141,7 +142,7 @@ class _Step:
         rows = parallel.local_slice(call.num_rows)
         span = rows.start, rows.stop
         run = span if span[0] < span[1] else (0, 1)
-        form, named = self._forward(call, call.slice(tensors, *run))
+        form, named = self._forward(call, call.slice(tensors, *run), shares.inside)
         form = shares.form(form, run[1] - run[0], call.num_rows)
         if "loss" not in named:
             return returned(self._outside(named, span, call.num_rows, shares.places), form,
@@ -167,7 +168,8 @@ class _Step:
 
         def finish(upstream: Upstream) -> Grads:
             own = {n: piece_of(grad, places[n], span, num_rows) for n, grad in upstream.items()}
-            with world.doing("backward"), torch.enable_grad(), dropout_apart(parallel.replica or 0):
+            with (parallel.turns.doing("backward"), torch.enable_grad(),
+                  dropout_apart(parallel.replica or 0)):
                 check_alike(world, upstream)
                 mine = {n: grad.reshape(named[n].shape) for n, grad in own.items()
                         if grad is not None}
@@ -253,7 +255,8 @@ def _shape(part: Tensor, place: Place | None, rows: int, num_rows: int) -> list[
 def _whole(world: World, part: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor:
     """An output of all rows, on every rank."""
     if place == MEAN:
-        return world.sum(part.detach() * ((span[1] - span[0]) / num_rows))
+        share = (span[1] - span[0]) / num_rows  # without rows, the part may be no number
+        return world.sum(part.detach() * share if share else torch.zeros_like(part))
     kind = torch.uint8 if part.dtype == torch.bool else part.dtype
     shape = _shape(part, place, max(1, span[1] - span[0]), num_rows)
     whole = torch.zeros(shape, dtype=kind, device=part.device)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 
-from ..errors import RunError
+from ..errors import AutoparError, RunError
 from . import ending
 from .board import Board
 from .meet import seconds
@@ -71,17 +71,13 @@ class Lookout:
         try:
             yield
         except Exception as error:
-            if self.members and isinstance(error, RuntimeError) and RAW.search(str(error)):
+            if self.members and _is_raw(error):
                 raise self.explained() from error
-            self.call = self.call.failing(error)
+            if before is IN_CODE:
+                self.call = self.call.failing(error)
             raise
         finally:
             self.action = before
-
-    @property
-    def busy(self) -> bool:
-        """Whether the main thread is in such a call."""
-        return self.action is not IN_CODE
 
     def explained(self) -> RunError:
         """Why a connection broke."""
@@ -218,7 +214,7 @@ class Lookout:
 
     def _told(self, error: BaseException) -> None:
         """Leave word of an uncaught exception; explain it if a connection broke in another call."""
-        if self.verdict is None and isinstance(error, RuntimeError) and RAW.search(str(error)):
+        if self.verdict is None and _is_raw(error):
             self.explained()
         self._ended(f"{type(error).__name__}: {error}")
         ending.cut()  # it may take seconds until this process has ended
@@ -231,6 +227,12 @@ class Lookout:
         else:
             self._tell(found)
         ending.give_up(143)
+
+
+def _is_raw(error: BaseException) -> bool:
+    """Whether it may be of a connection that broke."""
+    return (isinstance(error, RuntimeError) and not isinstance(error, AutoparError)
+            and bool(RAW.search(str(error))))
 
 
 _current: Lookout | None = None

@@ -91,7 +91,7 @@ class ParallelModel(Around):
         self.first: FirstStep | None = None
         self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
-        self.drift = Drift(world, self.guards.drift_every)
+        self.drift, self.turns = Drift(world, self.guards.drift_every), doors.Turns(world)
         self._ready()
 
     # --- what the plan made of this rank ----------------------------------------------------
@@ -170,10 +170,11 @@ class ParallelModel(Around):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # by `torch.compile(model)`
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
-        doors.refuse_call(self, self.world.watch.busy, args, kwargs)
+        doors.refuse_wrapped(self)
+        doors.refuse_watched(args, kwargs)
         optimizers.restore()  # after a step that raised
         train = self.training and torch.is_grad_enabled()
-        with self.world.doing("forward" if train else "evaluation"):
+        with self.turns.doing("forward" if train else "evaluation"):
             call, tensors, settle = self.same_batch.take(args, kwargs, self.training,
                                                          self.fingerprint_hash())
             with torch.autocast(self.device.type, enabled=False):  # it is a part of the program

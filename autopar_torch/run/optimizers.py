@@ -1,6 +1,7 @@
 """What optimizers see of sharded parameters: parts during a step, whole tensors around it.
 
-torch's elementwise optimizers work on the parts, at full speed. All others run with parameters that
+torch's elementwise optimizers work on the parts, at full speed, and on empty ones: so each rank has
+state of every parameter, as scripts read it in turn. All others run with parameters that
 mean whole tensors, and come out as in one process.
 """
 

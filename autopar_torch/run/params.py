@@ -229,7 +229,8 @@ class ParamStore:
 
 def put(tensor: Tensor, value: Tensor) -> None:
     """Give the user's object a new content; it stays the same object, also off `meta`, in the same
-    memory where that fits: a script may know it by other names, as from `state_dict()`."""
+    memory where that fits and no other process has it: a script may know it by other names, as
+    from `state_dict()`."""
     if tensor.is_meta and not value.is_meta:
         fresh = nn.Parameter(value, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, fresh if isinstance(tensor, nn.Parameter) else value)
@@ -243,7 +244,8 @@ def put(tensor: Tensor, value: Tensor) -> None:
 
 
 def _has_room(tensor: Tensor, value: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_inference() and (
+    own = tensor.is_cuda or not tensor.is_shared()  # on GPUs all is shared, torch says
+    return own and tensor.is_contiguous() and not tensor.is_inference() and (
         (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device))
 
 

@@ -73,6 +73,10 @@ class Program:
 
     # --- what it returns ------------------------------------------------------------------------
 
+    def sums(self, name: str) -> bool:
+        """Whether an output is a sum over the rows: what knows none is the same of each part."""
+        return name in self.traced.graph.summed
+
     def addends(self, parts: Mapping[int, Mapping[str, Tensor]], rows: Sequence[tuple[int, int]],
                 in_one: bool, num_rows: int, device: torch.device) -> dict[str, Tensor]:
         """A tensor for each output, with the size of the whole batch: added up over all ranks they
@@ -86,7 +90,7 @@ class Program:
 
     def _addend(self, name: str, parts: Mapping[tuple[int, int], Tensor], in_one: bool,
                 num_rows: int, device: torch.device) -> Tensor:
-        info, summed, dims = self.info(name), self._summed(name), self._dims(name)
+        info, summed, dims = self.info(name), self.sums(name), self._dims(name)
         kind = getattr(torch, info.dtype)
         if kind.is_floating_point and summed:
             kind = torch.promote_types(kind, torch.float32)  # parts of a loss may be many
@@ -113,7 +117,7 @@ class Program:
         if len(dims) == 1:
             dim = dims[0][0]
             return self._of_rows(name, grad, start, end).flatten(dim, dim + 1).contiguous()
-        return grad if self._summed(name) or start == 0 else torch.zeros_like(grad)
+        return grad if self.sums(name) or start == 0 else torch.zeros_like(grad)
 
     def _of_rows(self, name: str, full: Tensor, start: int, end: int) -> Tensor:
         """A view of some rows, which may be spread (batch_dim): their dim is two, outer and own."""
@@ -121,9 +125,6 @@ class Program:
         outer = self.traced.outers.get(name, 1)
         own, each = full.unflatten(dim, (outer, -1)), entries // outer
         return own.narrow(dim + 1, start * each, (end - start) * each)
-
-    def _summed(self, name: str) -> bool:
-        return name == "loss" or name in self.traced.graph.summed
 
     def _dims(self, name: str) -> list[tuple[int, int]]:
         """(dim, entries for each row) of an output."""

@@ -84,6 +84,7 @@ class Shares(Struct, frozen=True):
     why_not: str = ""
     count: MeanOver = MeanOver()
     places: dict[str, Place | None] = {}  # output -> where it has the rows; None: it has none
+    inside: bool = True  # the first scalar that is returned is the loss
     growing: tuple[int, ...] = ()  # leaves of the form that are numbers in proportion to the rows
     unknown: tuple[int, ...] = ()  # and those that depend on them in another way
 
@@ -155,7 +156,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
                 log.debug("the model does not run on %d rows in %s: %s", count, dtype, error)
                 continue
             if count == 1:
-                return Shares(places=dict.fromkeys(whole.ends))
+                return Shares(places=dict.fromkeys(whole.ends), inside="loss" in whole.ends)
             if all(end.isfinite().all() for end in whole.ends.values()):
                 more = count < call.num_rows and sum(kept) * call.num_rows <= MOST_BYTES * count
                 return trial.judged(rows, tensors, labels,
@@ -172,6 +173,7 @@ class _RowsTrial:
                  limit: float) -> None:
         self.model, self.call, self.loss_fn, self.device = model, call, loss_fn, device
         self.limit = limit
+        self.inside: bool | None = None  # as in the first run
         self.places: dict[str, Place | None] = {}
         self.growing, self.unknown = set[int](), set[int]()
 
@@ -187,7 +189,7 @@ class _RowsTrial:
             why, counts = self._apart(given, counts)
             if why:
                 return Shares(why)
-        return Shares("", counts[0], self.places, tuple(self.growing - self.unknown),
+        return Shares("", counts[0], self.places, inside, tuple(self.growing - self.unknown),
                       tuple(self.unknown))
 
     def runs(self, tensors: list[Tensor]) -> bool:
@@ -207,7 +209,9 @@ class _RowsTrial:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
         with torch.enable_grad(), self.call.surroundings(self.device):
-            form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors))
+            form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors),
+                                     self.inside)
+        self.inside = "loss" in named
         return _Tried({"loss": named["loss"]} if "loss" in named else named,
                       {name: x for named in (model.named_buffers(), model.named_parameters())
                        for name, x in named if x.layout == torch.strided},
@@ -371,10 +375,12 @@ def _alike(values: Tensor, target: Tensor, ignored: list[int]) -> bool:
 def piece_of(whole: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor | None:
     """What these rows make of an output, a view where they are a part of it; what has no rows is
     made of the first."""
+    if span[0] == span[1]:
+        return None
+    if place is None:
+        return whole if span[0] == 0 else None
     if place == MEAN:
         return whole * ((span[1] - span[0]) / num_rows)
-    if place is None or span[0] == span[1]:
-        return whole if span[0] == 0 < span[1] else None
     opened, dim = place.opened(whole, num_rows)
     return opened.narrow(dim, span[0], span[1] - span[0])
 

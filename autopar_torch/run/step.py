@@ -23,6 +23,7 @@ from ..shard.collectives import arrive
 from ..trace.burnt import Burnt
 from ..trace.call import Call
 from .batches import Settle
+from .doors import Turns
 from .executor import Executor, Mail
 from .first_step import FirstStep
 from .handover import LossScale, Upstream, hand_over, promise
@@ -56,6 +57,7 @@ class Planned(Protocol):
     recorder: Recorder | Stopwatch | Silent
     non_finite: NonFinite
     loss_scale: LossScale
+    turns: Turns
     num_steps: int
     module: nn.Module
     burnt: Burnt
@@ -82,7 +84,7 @@ class RankStep:
         plan, replica = parallel.plan, parallel.replica
         spans = plan.micro_batches(call.num_rows)
         self._refuse_rowless(spans)
-        self.in_one = sum(map(len, spans)) == 1  # all rows at once
+        self.num_parts = sum(map(len, spans))  # of the rows
         self.rowless = replica is not None and not spans[replica]
         if plan.zero == 3:  # a replica without rows runs one that does not count
             spans = [span or [(0, 1)] for span in spans]
@@ -123,8 +125,9 @@ class RankStep:
         """The whole schedule. The loss hands over gradients that have been made."""
         parallel = self.parallel
         parallel.begin_step()
+        share = 1.0 if self.program.sums("loss") else 1 / self.num_parts
         for runner in self.program.stages.values():
-            runner.loss_scale = 0.0 if self.rowless else scale
+            runner.loss_scale = 0.0 if self.rowless else scale * share
             runner.live = self.program.traced.graph.leading_to(("loss",))
         values = self._compared(self._outputs(back=True))
         results = self.executor.results if self.speaks else {}
@@ -149,7 +152,7 @@ class RankStep:
         ends = {name: x for name, x in values.items() if self.program.info(name).grad}
 
         def finish(upstream: Upstream) -> list[Tensor | None]:
-            with (self.world.doing("backward"), torch.enable_grad(),
+            with (parallel.turns.doing("backward"), torch.enable_grad(),
                   torch.autocast(parallel.device.type, enabled=False)):
                 grads = self._backwards(upstream)
             return [grads.get(name) for name in params]
@@ -188,7 +191,7 @@ class RankStep:
 
         def share(parts: dict[int, Values]) -> None:
             mine = parts if self.speaks else {}
-            values.update(program.addends(mine, self.rows, self.in_one, self.call.num_rows,
+            values.update(program.addends(mine, self.rows, self.num_parts == 1, self.call.num_rows,
                                           parallel.device))
             if pace is not None:
                 own["loss"] = values.get("loss")

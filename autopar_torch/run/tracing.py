@@ -53,12 +53,13 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
 def _with_hint(error: AutoparError, call: Call, training: bool) -> AutoparError:
     """Sizes that do not fit may be those of an input that has no rows."""
     if not training:
-        return type(error)(error.what, where=error.where, fix="under replicas without ZeRO the "
-                           f"plain module may be asked, model.module(...); else {error.fix}")
+        return type(error)(error.what, where=error.where, fix=f"{error.fix}{'; ' * bool(error.fix)}"
+                           "under replicas without ZeRO the plain module may be asked instead, as "
+                           "model.module(...)")
     n, many = call.num_rows, sum(call.rows) > 1
     states = [shape for shape, dim in zip(call.shapes, call.rows_dims, strict=True)
               if dim is None and n in shape[1:]]
-    if states:
+    if states and " size" in error.what:
         return type(error)(
             f"{error.what} (an input is {states[0]}, of which no dim is taken for the {n} rows)",
             where=error.where, fix="if it is a state of layers which the first call had not got "

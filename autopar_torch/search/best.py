@@ -98,9 +98,10 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
 def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_rows: int,
            limits: Constraints | None = None, *, exhaustive: bool = False,
            time_limit_s: float = 0.0, kept: int = KEPT,
-           devices: Sequence[int] | None = None, limit_s: float = np.inf) -> Result:
+           devices: Sequence[int] | None = None, most_step_s: float = np.inf) -> Result:
     """The fastest plan of equal replicas that fits; with `exhaustive` by looking at every one.
-    It uses all devices, or all of those that are given, and takes no longer than a limit."""
+    It uses all devices, or all of those that are given, and no step of it takes more than so long.
+    """
     start, limits = time.perf_counter(), limits or Constraints()
     cluster = profile.profile.cluster
     tables = Tables(options, graph, profile, limits.precision, limits.grad_dtype, devices)
@@ -114,10 +115,11 @@ def search(graph: ModelGraph, options: Sequence[Option], profile: Lookup, num_ro
             "or give more rows",
         )
     capacity_bytes = limits.capacity_bytes(cluster, devices)
-    hunt = _Hunt(tables, found, num_rows, capacity_bytes / SAFETY, kept, limit_s, exhaustive)
+    hunt = _Hunt(tables, found, num_rows, capacity_bytes / SAFETY, kept, most_step_s, exhaustive)
     hunt.run(exhaustive, start + time_limit_s if time_limit_s else None)
-    if not hunt.best and limit_s < np.inf:
-        raise SearchError(f"no plan takes {limit_s:.3g} s or less", where="time")
+    if not hunt.best and most_step_s < np.inf:
+        raise SearchError(f"no step takes {most_step_s:.3g} s or less", where="most_step_s",
+                          fix="allow more")
     if not hunt.best:
         raise nothing_fits(tables, hunt.near(), num_rows, capacity_bytes, limits)
     choices = tuple(
@@ -171,9 +173,9 @@ class _Hunt:
     """The state of one search."""
 
     def __init__(self, tables: Tables, found: Candidates, num_rows: int, capacity_bytes: float,
-                 kept: int, limit_s: float, exhaustive: bool) -> None:
+                 kept: int, most_step_s: float, exhaustive: bool) -> None:
         self.tables, self.found, self.num_rows = tables, found, num_rows
-        self.capacity_bytes, self.kept, self.limit_s = capacity_bytes, kept, limit_s
+        self.capacity_bytes, self.kept, self.most_step_s = capacity_bytes, kept, most_step_s
         self.bounded = Bounded(found, tables, num_rows, np.inf if exhaustive else capacity_bytes)
         self.best: list[Found] = []
         self.nearest: Found | None = None  # the candidate that comes nearest to fitting
@@ -207,7 +209,8 @@ class _Hunt:
 
     def _limit(self) -> float:
         """The seconds below which a candidate is kept."""
-        return min(self.limit_s, self.best[-1].step_s if len(self.best) == self.kept else np.inf)
+        found = self.best[-1].step_s if len(self.best) == self.kept else np.inf
+        return min(self.most_step_s, found)
 
     def _prepare(self, candidate: Candidate) -> _Cuts | None:
         """The cuts of a candidate, with their bounds."""

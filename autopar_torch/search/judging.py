@@ -117,36 +117,41 @@ class Judge:
         return sorted({*divisors(self.num_rows), *(n for n in measured if n < self.num_rows)})
 
     def even(self) -> None:
-        """On all devices of every set of classes, each as the slowest of them; of many devices,
-        also on fewer nodes of a class."""
-        class_of, cluster = self.cluster.class_of, self.cluster
-        numbers = range(len(cluster.classes))
-        for chosen in itertools.chain.from_iterable(
-                itertools.combinations(numbers, size + 1) for size in numbers):
-            self._even_on([rank for rank, k in enumerate(class_of) if k in chosen])
-        for k in numbers if self.many else ():
-            own = (rank for rank, of in enumerate(class_of) if of == k)
-            nodes = [[*ranks] for _, ranks in itertools.groupby(own, cluster.node_of.__getitem__)]
-            halves = {part >> i for part in (len(nodes), len(nodes) * 3 // 4)
-                      for i in range(len(nodes).bit_length())}
-            for number in halves - {0, len(nodes)}:
-                self._even_on(list(itertools.chain(*nodes[:number])), self.first_s())
+        """Equal replicas on all devices of every set of classes, each as the slowest of them; of
+        many devices, also on fewer nodes of a class: what has few rows cannot use all."""
+        of_class = [[rank for rank, k in enumerate(self.cluster.class_of) if k == own]
+                    for own in range(len(self.cluster.classes))]
+        for size in range(1, len(of_class) + 1):
+            for chosen in itertools.combinations(of_class, size):
+                self._even_on(sorted(itertools.chain(*chosen)))
+        for ranks in of_class if self.many else ():
+            for some in self._fewer(ranks):
+                self._even_on(some, self.first_s())
 
-    def _even_on(self, devices: Sequence[int], limit_s: float = np.inf) -> None:
-        """Equal replicas on these devices. With many the engine prices only the best."""
-        chosen = {self.cluster.class_of[rank] for rank in devices}
+    def _fewer(self, ranks: Sequence[int]) -> Iterator[list[int]]:
+        """Those on a half of the nodes, on a quarter, and so on; and on three of four of these."""
+        nodes = [[*own] for _, own in itertools.groupby(ranks, self.cluster.node_of.__getitem__)]
+        numbers = {part >> i for part in (len(nodes), len(nodes) * 3 // 4)
+                   for i in range(len(nodes).bit_length())}
+        for number in sorted(numbers - {0, len(nodes)}, reverse=True):
+            yield [*itertools.chain(*nodes[:number])]
+
+    def _even_on(self, devices: Sequence[int], most_step_s: float = np.inf) -> None:
+        """On these devices. With many the engine prices only the best."""
+        classes = {self.cluster.class_of[rank] for rank in devices}
         options = [option for i, option in enumerate(self.options)
-                   if all(self.measured(k, i) for k in chosen)]
+                   if all(self.measured(k, i) for k in classes)]
         try:
             found = search(self.graph, options, self.profile, self.num_rows, self.limits,
-                           kept=1 if self.many else self.kept, devices=devices, limit_s=limit_s)
+                           kept=1 if self.many else self.kept, devices=devices,
+                           most_step_s=most_step_s)
         except SearchError as error:
             self.nothing = self.nothing or error if error.where == "constraints" else error
             return
         self.seen["considered"] += found.considered
         self.discarded.update(found.discarded)
         for choice in found.choices:
-            if len(chosen) == 1 and self.many and self.profile.profile.assumed:
+            if len(classes) == 1 and self.many and self.profile.profile.assumed:
                 self._keep(choice)
             else:
                 self.offer(choice.plan)

@@ -135,7 +135,7 @@ class Possible:
         sends = np.array([self._sends_s(group, rows) for group in self.groups])
         send_s, back_s = (sums_before(np.sort((own[:, None] + part - np.min(part, axis=0)).min(
             axis=0))) for own, part in zip(sends.T, parts, strict=True))
-        update_s = self._update_s(self.judge.num_rows // rows)
+        update_s = self._update_s(self.judge.num_rows - rows + 1)  # others may have a row each
         found = alone_s + update_s
         for last in range(1, self.num_blocks):
             begun_s = chain_s + send_s[last] + back_s[last]
@@ -147,6 +147,7 @@ class Possible:
 
     def _update_s(self, dp: int) -> float:
         """Of all blocks, by no more replicas than these."""
+        dp = min(dp, self.judge.cluster.num_devices)
         params = {group: self.judge.tables.params(group.option) for group in self.groups}
         overs = {group: self.judge.tables.profile.overheads(group.device) for group in self.groups}
         return float(np.min([own.trained * overs[group].update_s_per_byte / dp
@@ -154,7 +155,8 @@ class Possible:
                              for group, own in params.items()], axis=0).sum())
 
     def _sends_s(self, group: Group, rows: int) -> tuple[float, float]:
-        """The least of a message to the next stage and back, wherever that is."""
+        """The least of a message to the next stage and back, wherever that is: nodes of a class
+        are in one zone, so the first speaks for all."""
         cluster, first = self.judge.cluster, self.judge.cluster.class_of.index(group.device)
         near = first + group.degree
         others = [start for node, start in enumerate(cluster.start_of)

@@ -150,9 +150,10 @@ def _batches_in_a_row(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
 def _of_batches_in_a_row(op: ShapedOp, pieces: DimParts) -> list[Strategy]:
     """Some of several values with all rows, one behind the other (`x[:n]`); or some of what each
     row has there (`x[::2]`)."""
-    dim, start, end, step = op.dim(1, len(op.out)), op.arg(2), op.arg(3), op.arg(4, "", 1)
-    size, start = op.shapes[0][dim], start or 0
-    end = size if end is None else min(end, size)
+    dim, step = op.dim(1, len(op.out)), op.arg(4, "", 1)
+    size = op.shapes[0][dim]
+    start, end = (x + size if x < 0 else min(x, size) for x in (
+        op.arg(2) or 0, size if op.arg(3) is None else op.arg(3)))
     if size % ROWS or not 0 <= start < end:
         return []
     if step > 1:

@@ -86,7 +86,8 @@ class _Flat(nn.Module):
             form, named = outputs_of(self.model, self.loss_fn, *self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
-        outputs = (*(named[name] for name in names), *self.effects.kept)
+        whole = (x.clone() if isinstance(x := named[n], nn.Parameter) else x for n in names)
+        outputs = (*whole, *self.effects.kept)  # a parameter is an output of no block
         refuse_unseen(outputs)
         return outputs
 

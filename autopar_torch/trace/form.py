@@ -90,20 +90,21 @@ def form_of(names: Iterable[str]) -> Form:
 
 
 def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
-               kwargs: dict[str, Any]) -> tuple[Form, dict[str, Tensor]]:
+               kwargs: dict[str, Any],
+               inside: bool | None = None) -> tuple[Form, dict[str, Tensor]]:
     """What the model returns; where `target=` is given, with the loss of `loss_fn`."""
     target = (kwargs.pop("target"),) if loss_fn and "target" in kwargs else ()
     output = model(*args, **kwargs)
-    form, named = take_outputs(output)
+    form, named = take_outputs(output, inside)
     if loss_fn and target:
         named = {**named, "loss": loss_fn(output, *target)}
         form = form_of(named)
     return form, named
 
 
-def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
-    """The structure of an output and its tensors by name; the key `loss`, or a scalar that may be
-    it, is the loss."""
+def take_outputs(output: Any, inside: bool | None = None) -> tuple[Form, dict[str, Tensor]]:
+    """The structure of an output and its tensors by name. The key `loss` is the loss, or the first
+    scalar, if it is known that there is one `inside`, or it has all learn."""
     tree = as_tree(output)
     leaves, spec = pytree.tree_flatten(tree)
     named: dict[str, Tensor] = {}
@@ -111,9 +112,10 @@ def take_outputs(output: Any) -> tuple[Form, dict[str, Tensor]]:
     names = list(_names(tree))
     first = next((leaf for (_, may), leaf in zip(names, leaves, strict=True)
                   if may and _is_scalar(leaf)), None)
-    loss = first if first is not None and _covers(first, leaves) else None
+    if first is not None and inside is None:
+        inside = _covers(first, leaves)
     for (name, _), leaf in zip(names, leaves, strict=True):
-        place = Named("loss" if leaf is loss is not None else name)
+        place = Named("loss" if inside and leaf is first is not None else name)
         if isinstance(leaf, Tensor):
             named[place.name] = leaf
         kept.append(leaf if isinstance(leaf, _PLAIN) else place)
@@ -152,12 +154,22 @@ def _is_scalar(value: Any) -> bool:
 def _covers(scalar: Tensor, leaves: Iterable[Any]) -> bool:
     """Whether it has all learn, so that it is no part of a loss that is made of what else is
     returned: it depends on every parameter that others do and on every other scalar, and has
-    something besides parameters in common with each of them."""
-    others = [x for x in leaves if isinstance(x, Tensor) and x is not scalar and x.grad_fn]
-    own = _behind(scalar.grad_fn) if others else set()
-    inner = {node for node in own if not hasattr(node, "variable")}
-    return all(inner & (seen := _behind(x.grad_fn)) and (x.dim() or x.grad_fn in own) and not any(
-        hasattr(node, "variable") for node in seen - own) for x in others)
+    something besides parameters in common with each of them. Without gradients it is so."""
+    own = _behind(scalar.grad_fn)
+
+    def covers(other: Tensor) -> bool:
+        seen = _behind(other.grad_fn)
+        has_more = any(map(_is_parameter, seen - own))
+        shares = not all(map(_is_parameter, own & seen))
+        return shares and not has_more and (other.dim() > 0 or other.grad_fn in own)
+
+    return all(covers(x) for x in leaves
+               if isinstance(x, Tensor) and x is not scalar and x.grad_fn is not None)
+
+
+def _is_parameter(node: Node) -> bool:
+    """Where gradients are added up."""
+    return hasattr(node, "variable")
 
 
 def _behind(end: Node | None) -> set[Node]:

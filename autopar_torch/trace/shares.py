@@ -26,7 +26,8 @@ Flow = dict[fx.Node, Layout]
 
 def added_once(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_rows: str) -> bool:
     """Scale what is added to a sum over the rows and knows none; False if that is not the case."""
-    _number_as_value(node, known)
+    if PARTIAL in [flow.get(value) for value in node.all_input_nodes]:
+        _number_as_value(node, known)
     at = [flow.get(value, WHOLE) for value in node.all_input_nodes]
     if op_name(node) not in _SUMS or sorted(map(str, at)) != [PARTIAL, WHOLE]:
         return False
@@ -38,13 +39,13 @@ def added_once(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_r
 
 def _number_as_value(node: fx.Node, known: Flow) -> None:
     """`4 - x`: the number as a tensor, which may be scaled."""
-    if op_name(node) in _SUMS and isinstance(node.args[1], (int, float)) \
-            and info_of(node.args[0]).is_float:  # type: ignore[arg-type]
+    if op_name(node) in _SUMS and len(node.args) == 2 and isinstance(
+            node.args[1], (int, float)) and info_of(node.args[0]).is_float:  # type: ignore[arg-type]
         with node.graph.inserting_before(node):
             value = node.graph.call_function(aten.full_like.default, node.args[:2])
         value.meta, known[value] = dict(node.meta), WHOLE
         node.target = getattr(aten, op_name(node)).Tensor
-        node.args = (node.args[0], value, *node.args[2:])
+        node.args = (node.args[0], value)
 
 
 def local(piece: TracedBlock, node: fx.Node, flow: Flow, known: Flow, num_rows: str) -> None:
