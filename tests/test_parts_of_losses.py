@@ -103,7 +103,7 @@ def slow_claim_pipelines_train_on_every_form() -> None:
     same(PP2)
 
 
-def claim_untraced_models_train_on_every_form() -> None:
+def slow_claim_untraced_models_train_on_every_form() -> None:
     same(None)
 
 

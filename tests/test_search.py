@@ -64,7 +64,7 @@ def same_as_brute_force(seed: int) -> None:
 
 
 @given(seeds)
-@settings(UNTIMED, max_examples=30)
+@settings(UNTIMED, max_examples=20)
 def test_best_first_finds_the_plans_of_brute_force(seed: int) -> None:
     same_as_brute_force(seed)
 
