@@ -150,7 +150,7 @@ class ModelGraph(Struct, frozen=True, dict=True):
         """Kinds that change buffers: once a step, so they have one micro-batch."""
         return tuple(name for name, kind in self.kinds.items() if kind.mutates)
 
-    @property
+    @cached_property
     def rewritten(self) -> set[str]:
         """Buffers that only blocks see that change them. These run once, so no backward reads
         them again."""

@@ -255,8 +255,8 @@ def _shape(part: Tensor, place: Place | None, rows: int, num_rows: int) -> list[
 def _whole(world: World, part: Tensor, place: Place | None, span: Rows, num_rows: int) -> Tensor:
     """An output of all rows, on every rank."""
     if place == MEAN:
-        share = (span[1] - span[0]) / num_rows  # without rows, the part may be no number
-        return world.sum(part.detach() * share if share else torch.zeros_like(part))
+        own = piece_of(part.detach(), place, span, num_rows)
+        return world.sum(torch.zeros_like(part) if own is None else own)
     kind = torch.uint8 if part.dtype == torch.bool else part.dtype
     shape = _shape(part, place, max(1, span[1] - span[0]), num_rows)
     whole = torch.zeros(shape, dtype=kind, device=part.device)

@@ -25,13 +25,13 @@ from .standing import (
     BROKEN,
     IN_CODE,
     IN_COLLECTIVE,
-    MOST_SAID,
     Beat,
     JointCall,
     Member,
     Standing,
     Verdict,
     exchanges,
+    in_a_line,
     line_of,
 )
 
@@ -205,7 +205,7 @@ class Lookout:
     def _ended(self, text: str) -> None:
         """Leave word of how this rank ended."""
         if self.end is None:
-            self.end = " ".join(text.split())[:MOST_SAID]
+            self.end = in_a_line(text)
         if not text:  # Python ends: a thread that is in C++ then would have it abort
             self.stopped = True
             self.word.wake()

@@ -21,6 +21,11 @@ MOST_SAID = 500  # characters of an exception
 MORE_TIME = 'AUTOPAR_TIMEOUT_S or guards={"timeout_s": ...} allow more time'
 
 
+def in_a_line(text: str) -> str:
+    """What an exception says, on one line that is not too long."""
+    return " ".join(text.split())[:MOST_SAID]
+
+
 class JointCall(Struct, frozen=True):
     """A call that all ranks make together, counted, and the one before; and the last one that
     ended in an error here."""
@@ -35,7 +40,7 @@ class JointCall(Struct, frozen=True):
         return JointCall(self.number + 1, name, self.name, self.failed, self.error)
 
     def failing(self, error: BaseException) -> JointCall:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_SAID]
+        text = in_a_line(f"{type(error).__name__}: {error}")
         return JointCall(self.number, self.name, self.before, self.number, text)
 
     def name_of(self, number: int) -> str:

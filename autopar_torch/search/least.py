@@ -21,7 +21,7 @@ import numpy as np
 from .borders import Once, ramped
 from .judging import Judge
 from .pipelines import knapsack_prices
-from .shapes import Group
+from .shapes import Group, Placement
 from .tables import Array, Least, sums_before
 
 MOST_ROWS = 32  # of a micro-batch: up to so many, each number is looked at
@@ -128,6 +128,10 @@ class Possible:
         """A single micro-batch, and the update: on one group, or on the best number of stages, each
         block where it is quickest. Each stage but the last sends over the network, or has a block
         on a group that is slower, but leaves a neighbour room."""
+        update_s = self._update_s(self.judge.num_rows - rows + 1)  # others may have a row each
+        found = alone_s + update_s
+        if self.num_blocks == 1:
+            return found
         parts = ([own.forward for own in blocks], [own.input for own in blocks])
         once = Once(np.min(parts[1], axis=0),
                     np.min([own.backward - own.input for own in blocks], axis=0))
@@ -135,8 +139,6 @@ class Possible:
         sends = np.array([self._sends_s(group, rows) for group in self.groups])
         send_s, back_s = (sums_before(np.sort((own[:, None] + part - np.min(part, axis=0)).min(
             axis=0))) for own, part in zip(sends.T, parts, strict=True))
-        update_s = self._update_s(self.judge.num_rows - rows + 1)  # others may have a row each
-        found = alone_s + update_s
         for last in range(1, self.num_blocks):
             begun_s = chain_s + send_s[last] + back_s[last]
             if begun_s >= found:
@@ -155,21 +157,26 @@ class Possible:
                              for group, own in params.items()], axis=0).sum())
 
     def _sends_s(self, group: Group, rows: int) -> tuple[float, float]:
-        """The least of a message to the next stage and back, wherever that is: nodes of a class
-        are in one zone, so the first speaks for all."""
-        cluster, first = self.judge.cluster, self.judge.cluster.class_of.index(group.device)
-        near = first + group.degree
-        others = [start for node, start in enumerate(cluster.start_of)
-                  if node != cluster.node_of[first]]
-        if near < cluster.num_devices and cluster.node_of[near] == cluster.node_of[first]:
-            others.append(near)
-        curves = {id(curve): curve for curve in (
-            self.judge.profile.curve("send", (first, other)) for other in others)}.values()
-        ahead, back = (float(sizes[1:-1].min()) for sizes in self.judge.tables.sends(
-            group.option, rows)) if self.num_blocks > 1 else (0.0, 0.0)
-        there_s, back_s = (min(((1 - curve.held) * curve.seconds(size) for curve in curves),
-                               default=0.0) for size in (ahead, back))
-        return there_s, back_s
+        """The least of a message to the next stage and back, wherever that is."""
+        found = [self.judge.messages((group, group), places, rows) for places in self._lines[group]]
+        ahead, back = (min((own[k][0] for own in found), default=0.0) for k in (0, 1))
+        return ahead, back
+
+    @cached_property
+    def _lines(self) -> dict[Group, Placement]:
+        """Of each group: the places of a pair on each distinct line to a neighbour. Nodes of a
+        class are in one zone, so the first speaks for all."""
+        cluster, found = self.judge.cluster, dict[Group, Placement]()
+        for group in self.groups:
+            first = cluster.class_of.index(group.device)
+            node, near = cluster.node_of[first], first + group.degree
+            others = [start for other, start in enumerate(cluster.start_of) if other != node]
+            if near < cluster.num_devices and cluster.node_of[near] == node:
+                others.append(near)
+            distinct = {id(self.judge.profile.curve("send", (first, other))): other
+                        for other in others}
+            found[group] = tuple(((first,), (other,)) for other in distinct.values())
+        return found
 
     @cached_property
     def _more_rows_s(self) -> float:

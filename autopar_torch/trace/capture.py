@@ -272,9 +272,9 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
               *how: Any) -> Captured:
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
     answers: Answers = {}
-    refuse_sparse(tensors_of(model).values(), "")
-    first = first_names(model)
-    names = {name: first[id(tensor)] for name, tensor in tensors_of(model).items()}
+    first, tensors = first_names(model), tensors_of(model)
+    refuse_sparse(tensors.values(), "")
+    names = {name: first[id(tensor)] for name, tensor in tensors.items()}
 
     def export(seen: Effects) -> Exported:
         return _program(seen, call, rows, device, mode, answers, *how)
