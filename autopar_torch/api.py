@@ -104,9 +104,13 @@ def parallelize(
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         with untouched(device):
-            source = full_values(model, place, device, init_seed, weights)
-            _take_up(parallel, call, tensors, given,
-                     _Request(limits, confirm, loss_fn, source, weights is None, changes, compiles))
+            def values_of(module: nn.Module) -> Callable[[str], Tensor | None]:
+                return full_values(module, place, device, init_seed, weights)
+
+            _take_up(parallel, call, tensors, given, _Request(
+                limits, confirm, loss_fn, values_of(parallel.module), weights is None, changes,
+                compiles))
+            parallel.adopt_copies(values_of)
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError, RunError
 from ..plan import Plan
@@ -87,17 +86,6 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise no_wrapper("fully_shard")
 
 
-def refuse_watched(args: Any, kwargs: Any) -> None:
-    """Refuse a batch that requires gradients: backward, inside forward, ends at the batch."""
-    for leaf in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise RunError(
-                f"a tensor of the batch, {tuple(leaf.shape)}, requires a gradient, which would not "
-                "come back", where="model(...)",
-                fix="detach() it; or parallelize what makes it (an encoder, a generator), alone or "
-                "together with this model")
-
-
 def no_wrapper(name: str) -> RunError:
     return RunError(f"{name} around a parallelized model would sum its gradients twice",
                     where=name, fix="use the model that parallelize returned as it is; with "
@@ -106,9 +94,9 @@ def no_wrapper(name: str) -> RunError:
 
 def no_copy() -> RunError:
     return RunError("a parallelized model cannot be copied or pickled: it is one part of many",
-                    where="copy, deepcopy, pickle or torch.save of the model",
+                    where="copy, pickle or torch.save of the model",
                     fix="torch.save(model.state_dict(), ...) on all ranks, or model.save(folder); "
-                    "deepcopy and AveragedModel need a plan: example_inputs=, or a first batch")
+                    "or copy.deepcopy(model)")
 
 
 def refuse_replaced(names: Sequence[str]) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import RunError
 from ..shard.collectives import arrive
 from .agree import Facts, checksum, differences, digest
+from .params import ParamStore
 from .world import World
 
 SECOND = 2  # the first step after the optimizer's first
@@ -24,6 +25,17 @@ class Copy(NamedTuple):
     name: str
     part: object
     tensor: Tensor
+
+
+def held_copies(module: nn.Module, store: ParamStore | None) -> Iterator[Copy]:
+    """Without a store, every rank has all."""
+    if store is None:
+        yield from (Copy(name, (), param) for name, param in module.named_parameters())
+        return
+    for name, held in store.held.items():
+        if isinstance(held.tensor, nn.Parameter):
+            rows = held.share.zero and held.share.own_rows()
+            yield Copy(name, (held.boxes(), rows), held.part)
 
 
 class Drift:

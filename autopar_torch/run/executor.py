@@ -193,8 +193,10 @@ class Executor:
     def _forward(self, stage: int, mb: int) -> None:
         runner = self.stages[stage]
         start, end = self.rows[mb]
-        arrived = self.values.pop((stage, "F", mb), {})
-        left = runner.forward(mb, end - start, arrived, self._context(mb), self.train)
+        context = self._context(mb)
+        arrived = self.values.pop((stage, "F", mb)) if stage else {
+            name: context[name] for name in runner.arriving}
+        left = runner.forward(mb, end - start, arrived, context, self.train)
         if runner.outputs:
             self.results[mb] = left
         else:
@@ -208,8 +210,7 @@ class Executor:
         back = run(mb, grads)
         if op is Op.B:
             reducer.after_backward(runner.params)
-        if stage > 0:
-            self.values[stage - 1, "B", mb] = back
+        self.values[stage - 1, "B", mb] = back  # before the first stage: of the batch
 
     def _weights(self, action: Action) -> None:
         runner, reducer = self.stages[action.stage], cast(Reducer, self.reducer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from msgspec.structs import replace
@@ -34,7 +34,24 @@ from .step import check_alike
 from .world import World
 
 log = logging.getLogger("autopar_torch")
-Grads = list[Tensor | None]
+Grads = list[tuple[Tensor, Tensor | None]]  # of what
+
+
+class _Watched(NamedTuple):
+    """What was given and requires a gradient, what of it this rank computes with, and whether that
+    is its rows."""
+
+    whole: Tensor
+    own: Tensor
+    has_rows: bool
+
+    def widened(self, grad: Tensor | None, span: Rows) -> Tensor | None:
+        """This rank's part of the gradient, in the size of the whole."""
+        if grad is None or not self.has_rows:
+            return grad
+        full = torch.zeros_like(self.whole)
+        full[slice(*span)] = grad
+        return full
 
 
 def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
@@ -104,7 +121,8 @@ class _Step:
         key = str(call.spec), call.dtypes, call.rows_dims, tuple(negative), call.num_rows == 1
         if key not in self.known:
             found = parallel.world.by_first(Shares, lambda: tried(
-                parallel.module, call, tensors, self.loss_fn, parallel.device))
+                parallel.module, call, [t.detach() for t in tensors], self.loss_fn,
+                parallel.device))
             if found.why_not:
                 raise PlanError(
                     f"the batch cannot be shared out among replicas: {found.why_not}; the model "
@@ -142,14 +160,19 @@ class _Step:
         rows = parallel.local_slice(call.num_rows)
         span = rows.start, rows.stop
         run = span if span[0] < span[1] else (0, 1)
-        form, named = self._forward(call, call.slice(tensors, *run), shares.inside)
+        own = call.slice(tensors, *run)
+        if parallel.world.size > 1:
+            own = [t.detach().requires_grad_(t.requires_grad) for t in own]
+        watched = [_Watched(t.view_as(t), part, has_rows) for t, part, has_rows in zip(
+            tensors, own, call.rows, strict=True) if part.requires_grad]
+        form, named = self._forward(call, own, shares.inside)
         form = shares.form(form, run[1] - run[0], call.num_rows)
         if "loss" not in named:
-            return returned(self._outside(named, span, call.num_rows, shares.places), form,
-                            call.num_rows, train=False)
+            whole = self._outside(named, span, call.num_rows, shares.places, watched)
+            return returned(whole, form, call.num_rows, train=False)
         share = shares.count.share(tensors, span, call.num_rows) if run == span else 0.0
         loss = named["loss"] * share if share else torch.zeros_like(named["loss"])
-        total, grads = self._summed(loss, self._grads([loss], None))
+        total, grads = self._summed(loss, self._grads([loss], None, watched, span))
         parallel.non_finite.check(parallel.num_steps, parallel.replica, total,
                                   {span: loss} if share else {})
         return returned({"loss": hand_over(parallel.anchor, total, grads)}, form, call.num_rows,
@@ -158,29 +181,30 @@ class _Step:
     # --- a loss outside of the model ----------------------------------------------------------
 
     def _outside(self, named: dict[str, Tensor], span: Rows, num_rows: int,
-                 places: dict[str, Place | None]) -> dict[str, Tensor]:
+                 places: dict[str, Place | None], watched: list[_Watched]) -> dict[str, Tensor]:
         """Whole outputs. Their backward runs on the rows of each rank."""
         parallel, world = self.parallel, self.parallel.world
         if world.size == 1:
             return named
         self._check_joined(named, span, places)
-        params = [p for p in parallel.module.parameters() if p.requires_grad]
+        learning = [*self._params(), *(given.whole for given in watched)]
 
-        def finish(upstream: Upstream) -> Grads:
+        def finish(upstream: Upstream, more: bool) -> list[Tensor | None]:
             own = {n: piece_of(grad, places[n], span, num_rows) for n, grad in upstream.items()}
             with (parallel.turns.doing("backward"), torch.enable_grad(),
                   dropout_apart(parallel.replica or 0)):
                 check_alike(world, upstream)
                 mine = {n: grad.reshape(named[n].shape) for n, grad in own.items()
                         if grad is not None}
-                found = self._grads([named[n] for n in mine], list(mine.values()))
+                found = self._grads([named[n] for n in mine], list(mine.values()), watched, span,
+                                    more)
                 _, sums = self._summed(torch.zeros((), device=parallel.device), found)
-            grads = {id(param): grad for param, grad in sums}
-            return [grads.get(id(param)) for param in params]
+            grads = {id(tensor): grad for tensor, grad in sums}
+            return [grads.get(id(tensor)) for tensor in learning]
 
         whole = {name: _whole(world, x, places[name], span, num_rows) for name, x in named.items()}
         ends = {name: x for name, x in whole.items() if named[name].requires_grad}
-        return {**whole, **promise(parallel.anchor, ends, params, finish)} if ends else whole
+        return {**whole, **promise(parallel.anchor, ends, learning, finish)} if ends else whole
 
     def _check_joined(self, named: dict[str, Tensor], span: Rows,
                       places: dict[str, Place | None]) -> None:
@@ -199,20 +223,26 @@ class _Step:
 
     # --- gradients ----------------------------------------------------------------------------
 
-    def _grads(self, ends: list[Tensor], upstream: list[Tensor] | None) -> Grads:
-        """Those of this rank's rows, of every parameter that is trained."""
-        params = [p for p in self.parallel.module.parameters() if p.requires_grad]
-        return grads_of(ends, params, upstream)
+    def _params(self) -> list[Tensor]:
+        return [p for p in self.parallel.module.parameters() if p.requires_grad]
+
+    def _grads(self, ends: list[Tensor], upstream: list[Tensor] | None, watched: list[_Watched],
+               span: Rows, keep: bool = False) -> Grads:
+        """Those that this rank's rows make, of all that learns."""
+        params = self._params()
+        found = grads_of(ends, params, upstream, keep, [given.own for given in watched])
+        return [*zip(params, found, strict=False),
+                *((given.whole, given.widened(grad, span))
+                  for given, grad in zip(watched, found[len(params):], strict=True))]
 
     def _summed(self, loss: Tensor, found: Grads) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The loss and the gradients of all ranks. A parameter that no rank used has none."""
         world = self.parallel.world
-        params = [p for p in self.parallel.module.parameters() if p.requires_grad]
-        used = torch.tensor([float(g is not None) for g in found], device=loss.device)
+        used = torch.tensor([float(g is not None) for _, g in found], device=loss.device)
         kind = torch.promote_types(loss.dtype, torch.float32)
         sums = world.sum(torch.cat([loss.detach().reshape(1).to(kind), used.to(kind)]))
-        pairs = [(cast(Tensor, p), torch.zeros_like(p) if g is None else g.to_dense())
-                 for p, g, seen in zip(params, found, sums[1:].tolist(), strict=True) if seen]
+        pairs = [(p, torch.zeros_like(p) if g is None else g.to_dense())
+                 for (p, g), seen in zip(found, sums[1:].tolist(), strict=True) if seen]
         return sums[0].clone(), pairs if world.size == 1 else self._sent(pairs)
 
     def _sent(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..errors import RunError
 
 Upstream = dict[str, Tensor]  # output -> its gradient; without those that nothing was made of
-Finish = Callable[[Upstream], Sequence[Tensor | None]]  # -> the gradient of every parameter
+# What came, and whether more may come (`retain_graph`) -> the gradient of every parameter
+Finish = Callable[[Upstream, bool], Sequence[Tensor | None]]
 
 
 @dataclass
@@ -45,21 +46,25 @@ class _HandOver(torch.autograd.Function):
         if ctx.finish is None:
             raise RunError("backward() was already called on what this call returned",
                            where="backward or torch.autograd.grad, a second time",
-                           fix="run forward again, or add losses up before one backward()")
+                           fix="run forward again, add losses up before one backward(), or say "
+                           "retain_graph=True the first time")
         if torch.is_grad_enabled():
             raise RunError("a gradient of the gradients cannot be taken",
                            where="backward or torch.autograd.grad with create_graph=True",
                            fix="put what needs it into the model, or train in one process "
                            "without parallelize()")
-        finish, ctx.finish = ctx.finish, None
+        finish, more = ctx.finish, torch._C._autograd._get_current_graph_task_keep_graph()
+        if not more:
+            ctx.finish = None
         given = {name: grad for name, grad in zip(ctx.names, upstream, strict=True)
                  if grad is not None}
-        return None, None, None, *finish(given)
+        return None, None, None, *finish(given, more)
 
 
 def promise(anchor: Tensor, values: dict[str, Tensor], params: Sequence[Tensor],
             finish: Finish) -> dict[str, Tensor]:
-    """The same values, whose backward asks `finish` for the gradients of `params`, once."""
+    """The same values, whose backward asks `finish` for the gradients of `params`; more than once
+    if the graph is retained."""
     made = cast(Any, _HandOver.apply)(anchor, values, finish, *params)
     return dict(zip(values, made, strict=True))
 
@@ -71,10 +76,12 @@ def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
     those of the loss times `scale`. `check` raises if they are not the gradients any more."""
     kept = [grad for _, grad in grads]
 
-    def finish(upstream: Upstream) -> list[Tensor]:
+    def finish(upstream: Upstream, more: bool) -> list[Tensor]:
         check()
         given = float(upstream["loss"])
         (told or LossScale()).heard(given)
+        if more:
+            return [grad * (given / scale) for grad in kept]
         if kept and given != scale:
             torch._foreach_mul_(kept, given / scale)
         found, kept[:] = list(kept), []

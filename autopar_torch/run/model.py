@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from .. import files
 from ..errors import RunError
 from ..guards import Guards
 from ..model import ModelGraph
-from ..plan import IDLE, Plan, Replica, check, load_plan
+from ..plan import IDLE, Plan, Replica
 from ..report import page, story
 from ..search.best import Result
 from ..search.reasons import Case
@@ -31,10 +31,11 @@ from .around import Around
 from .background import Writing
 from .batches import SameBatch, Settle
 from .copies import copied, whole_values
-from .drift import Copy, Drift
+from .drift import Drift, held_copies
 from .executor import neighbours
 from .first_step import FirstStep
 from .handover import LossScale, grads_kept
+from .materialize import FullValues
 from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
@@ -92,6 +93,7 @@ class ParallelModel(Around):
         self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
         self.drift, self.turns = Drift(world, self.guards.drift_every), doors.Turns(world)
+        self.copies: list[ParallelModel] = []  # made before there was a plan
         self._ready()
 
     # --- what the plan made of this rank ----------------------------------------------------
@@ -115,8 +117,7 @@ class ParallelModel(Around):
                            fix="pass example_inputs= to parallelize")
         return self._store
 
-    def adopt(self, plan: Plan, traced: Traced, call: Call,
-              source: Callable[[str], Tensor | None]) -> None:
+    def adopt(self, plan: Plan, traced: Traced, call: Call, source: FullValues) -> None:
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
         self.graph = graph = traced.graph
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
@@ -171,7 +172,6 @@ class ParallelModel(Around):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
         doors.refuse_wrapped(self)
-        doors.refuse_watched(args, kwargs)
         optimizers.restore()  # after a step that raised
         train = self.training and torch.is_grad_enabled()
         with self.turns.doing("forward" if train else "evaluation"):
@@ -255,19 +255,10 @@ class ParallelModel(Around):
     def begin_step(self) -> None:
         """One more step of training; the parameters are as the last one left them."""
         self.num_steps += 1
-        self.drift.check(self.num_steps, self._copies)
+        self.drift.check(self.num_steps, lambda: held_copies(
+            self.module, None if self.fallback_reason else self.store))
         if self.pace is not None:
             self.pace.step()
-
-    def _copies(self) -> Iterator[Copy]:
-        if self.fallback_reason:
-            for name, param in self.module.named_parameters():
-                yield Copy(name, (), param)
-            return
-        for name, held in self.store.held.items():
-            if isinstance(held.tensor, nn.Parameter):
-                rows = held.share.zero and held.share.own_rows()
-                yield Copy(name, (held.boxes(), rows), held.part)
 
     def measure(self, *args: Any, steps: int = 3, **kwargs: Any) -> Timeline:
         """When everything happens in a real step on this batch (the quickest of `steps`).
@@ -305,11 +296,15 @@ class ParallelModel(Around):
         """Whether this rank speaks for its replica: what that returns is taken from here."""
         return any(s.devices[0] == self.world.rank for s in self.own(self.plan).stages[-1:])
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank has everything."""
+        return self._plan is None or bool(self.fallback_reason)
+
     def _jointly(self, way: Callable[[str], contextlib.AbstractContextManager[None]],
                  name: str) -> contextlib.AbstractContextManager[None]:
         """A call of all ranks, unless each has everything."""
-        whole = self._plan is None or self.fallback_reason
-        return contextlib.nullcontext() if whole else way(name)
+        return contextlib.nullcontext() if self._is_whole else way(name)
 
     # --- what training scripts use ----------------------------------------------------------
 
@@ -325,17 +320,27 @@ class ParallelModel(Around):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """Another model under the same plan, with parts of its own, as averages of weights need it.
-        All ranks must make it."""
-        if self._plan is None or self.fallback_reason:
-            raise doors.no_copy()
-        with self.world.meeting("deepcopy"):
-            module = copied(self.module, memo)
+        All ranks must make it. Before there is a plan, both wait for it."""
+        with self._jointly(self.world.meeting, "deepcopy"):
+            module = (copy.deepcopy if self._is_whole else copied)(self.module, memo)
             made = ParallelModel(module, self.world, self.device, self._prepare,
                                  self.tracer_of(module), self.tracer_of, self.outputs, self.guards,
                                  watch=False)
             vars(made.same_batch).update(vars(self.same_batch))
-            made.adopt(self.plan, *self._first, whole_values(self.module))
+            if not self._is_whole:
+                made.adopt(self.plan, *self._first, whole_values(self.module))
+            elif self._plan is None:
+                self.copies.append(made)
         return made
+
+    def adopt_copies(self, values_of: Callable[[nn.Module], FullValues]) -> None:
+        """Copies that were made before there was a plan take it up."""
+        while self.copies and not self.fallback_reason:
+            made = self.copies.pop(0)
+            made.same_batch.one_row = self.same_batch.one_row
+            if made._plan is None:
+                made.adopt(self.plan, *self._first, values_of(made.module))
+            made.adopt_copies(values_of)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
@@ -406,7 +411,8 @@ class ParallelModel(Around):
         state must be given."""
         before, (traced, call) = self.store, self._first
         with self.world.meeting("move"):
-            given = shardings.agreed(self.world, self._other(plan), traced, call.num_rows)
+            given = shardings.another(self.world, self.plan, plan)
+            given = shardings.agreed(self.world, given, traced, call.num_rows)
             for optimizer in own:
                 optimizers.learn(optimizer)
             after = ParamStore(self.module, given, self.graph, self.world, self.device)
@@ -420,16 +426,6 @@ class ParallelModel(Around):
             log.info("moved in %.2f s to: %s", moved.seconds, given.describe(self.world.size))
         return moved
 
-    def _other(self, plan: Plan | str | os.PathLike[str]) -> Plan:
-        """A plan to move to, or an error on every rank."""
-        def read() -> Plan:
-            given = files.checked(plan, Plan, "plan") if isinstance(plan, Plan) else load_plan(plan)
-            check(given, self.world.size)
-            doors.refuse_other_numbers(self.plan, given)
-            return given
-
-        return self.world.jointly(read)
-
     def resume(self, folder: str | os.PathLike[str],
                optimizer: torch.optim.Optimizer | None = None) -> int | None:
         """`load`, where there is something to load: the newest step that was saved, else None. For
@@ -441,9 +437,8 @@ class ParallelModel(Around):
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""
-        found = [code for known in self._programs.values() for program in known
-                 for code in program.explained(name)]
-        return "\n".join(found) or f"no block of this rank is called {name!r}"
+        return "\n".join(code for known in self._programs.values() for program in known for code in
+                         program.explained(name)) or f"no block of this rank is called {name!r}"
 
 
 def _frozen(module: nn.Module) -> frozenset[str]:

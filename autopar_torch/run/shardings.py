@@ -5,20 +5,32 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 import msgspec
 
+from .. import files
 from ..cluster import CPU_CORE, LOOPBACK
 from ..errors import PlanError, ShardingError
 from ..model import Block, ModelGraph
-from ..plan import Plan, Replica, Sharding, Stage, check_rows, fit
+from ..plan import (
+    Plan,
+    Replica,
+    Sharding,
+    Stage,
+    check as check_devices,
+    check_rows,
+    fit,
+    load_plan,
+)
 from ..shard.allowed import check as check_sharding
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
 from ..trace import Traced
+from . import doors
 from .world import World
 
 log = logging.getLogger("autopar_torch")
@@ -213,6 +225,17 @@ def agreed(world: World, given: Plan, traced: Traced, num_rows: int) -> Plan:
         return plan
 
     return world.told(world.jointly(completed), Plan)
+
+
+def another(world: World, now: Plan, plan: Plan | str | os.PathLike[str]) -> Plan:
+    """A plan to move to, or an error on every rank."""
+    def read() -> Plan:
+        given = files.checked(plan, Plan, "plan") if isinstance(plan, Plan) else load_plan(plan)
+        check_devices(given, world.size)
+        doors.refuse_other_numbers(now, given)
+        return given
+
+    return world.jointly(read)
 
 
 def _check_compiled(plan: Plan, traced: Traced) -> None:

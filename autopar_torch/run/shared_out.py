@@ -308,18 +308,20 @@ def _grads(run: _Tried, upstream: dict[str, Tensor] | None = None) -> dict[str, 
 
 
 def grads_of(ends: list[Tensor], params: Sequence[Tensor], upstream: list[Tensor] | None,
-             keep: bool = False) -> list[Tensor | None]:
-    """Gradients, also those that a backward inside of a backward (of a reversible block) adds to a
-    parameter by itself."""
-    if not any(end.requires_grad for end in ends):
-        return [None] * len(params)
+             keep: bool = False, given: Sequence[Tensor] = ()) -> list[Tensor | None]:
+    """Gradients of parameters, also those that a backward inside of a backward (of a reversible
+    block) adds to one by itself; and of what was given."""
+    if not (params or given) or not any(end.requires_grad for end in ends):
+        return [None] * (len(params) + len(given))
     before = [p.grad for p in params]
     for p in params:
         p.grad = None
     try:
-        found = torch.autograd.grad(ends, params, upstream, retain_graph=keep, allow_unused=True)
-        return [g if p.grad is None else p.grad if g is None else g + p.grad
-                for p, g in zip(params, found, strict=True)]
+        found = torch.autograd.grad(ends, [*params, *given], upstream, retain_graph=keep,
+                                    allow_unused=True)
+        sums = (g if p.grad is None else p.grad if g is None else g + p.grad
+                for p, g in zip(params, found, strict=False))
+        return [*sums, *found[len(params):]]
     finally:
         for p, grad in zip(params, before, strict=True):
             p.grad = grad

@@ -53,6 +53,7 @@ class StageRunner:
         self.queues: dict[int, WeightQueue] = {}
         self.loss_scale = 1.0
         self.live: set[str] = set()  # values that lead to what backward begins at
+        self.keeps = False  # what a backward needs, for another one
 
     @property
     def params(self) -> list[str]:
@@ -164,21 +165,23 @@ class StageRunner:
     def backward(self, micro_batch: int, grads: Values | None) -> Values:
         """Backward of a micro-batch; returns the gradients of what arrived. Without `grads` it
         begins at the loss."""
-        arrived, left = self.kept.pop(micro_batch)
+        arrived, left = self.kept[micro_batch] if self.keeps else self.kept.pop(micro_batch)
         if grads is None:
             grads = {"loss": torch.full_like(left["loss"], self.loss_scale)}
         pairs = [(v, grads[name]) for name, v in left.items()
                  if name in grads and self.outputs.get(name, name) in self.live
                  and isinstance(v, Tensor) and v.requires_grad]
         with self._linears(micro_batch):
-            torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs],
+                                    retain_graph=self.keeps)
         for held in (held for cell in self.placed for held in cell.gathered):
             if held.leaf.untyped_storage().size():
                 self.store.release(held)
-        return {
-            name: value.grad if value.grad is not None else torch.zeros_like(value)
-            for name, value in arrived.items() if value.requires_grad
-        }
+        found = {name: torch.zeros_like(value) if value.grad is None else value.grad
+                 for name, value in arrived.items() if value.requires_grad}
+        for value in arrived.values():
+            value.grad = None
+        return found
 
     def backward_input(self, micro_batch: int, grads: Values | None) -> Values:
         """The part of backward that the stage before waits for; weight gradients of linears wait.

@@ -7,7 +7,7 @@ forwards run first, and the backwards when the gradients of the outputs are know
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -78,7 +78,11 @@ class RankStep:
 
     def __init__(self, parallel: Planned, program: Program, call: Call,
                  tensors: list[Tensor], settle: Settle) -> None:
-        self.parallel, self.program, self.call, self.tensors = parallel, program, call, tensors
+        self.parallel, self.program, self.call = parallel, program, call
+        self.tensors = [t.detach() for t in tensors]
+        names = program.traced.graph.crossing(0)  # of the batch, and they require gradients
+        self.watched = {name: (tensor, has_rows) for name, tensor, has_rows in zip(
+            program.prologue.inputs, tensors, call.rows, strict=True) if name in names}
         self.world, self.recorder, self.store = parallel.world, parallel.recorder, parallel.store
         self.first, parallel.first = parallel.first, None
         plan, replica = parallel.plan, parallel.replica
@@ -93,7 +97,7 @@ class RankStep:
         self.speaks = parallel.speaks and not self.rowless
         try:
             with self.recorder.computing("batch"):
-                self.whole = program.prologue.for_batch(call, tensors)
+                self.whole = program.prologue.for_batch(call, self.tensors)
         finally:
             settle()  # before this step's first message
 
@@ -135,6 +139,8 @@ class RankStep:
         parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"], parts)
         tensors = parallel.store.tensors
         grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
+        grads += [(tensor, grad) for (tensor, _), grad in zip(
+            self.watched.values(), self._grads_of_batch(), strict=True)]
         loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale,
                          self._refuse_moved)
         return self._left({"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)})
@@ -151,14 +157,14 @@ class RankStep:
         params = {name: t for name, t in parallel.store.tensors.items() if t.requires_grad}
         ends = {name: x for name, x in values.items() if self.program.info(name).grad}
 
-        def finish(upstream: Upstream) -> list[Tensor | None]:
+        def finish(upstream: Upstream, more: bool) -> list[Tensor | None]:
             with (parallel.turns.doing("backward"), torch.enable_grad(),
                   torch.autocast(parallel.device.type, enabled=False)):
-                grads = self._backwards(upstream)
-            return [grads.get(name) for name in params]
+                grads = self._backwards(upstream, more)
+                return [*map(grads.get, params), *self._grads_of_batch()]
 
-        return self._left({
-            **values, **promise(parallel.anchor, ends, list(params.values()), finish)})
+        learning = [*params.values(), *(tensor for tensor, _ in self.watched.values())]
+        return self._left({**values, **promise(parallel.anchor, ends, learning, finish)})
 
     # --- what they share ------------------------------------------------------------------------
 
@@ -225,8 +231,9 @@ class RankStep:
             self.world.jointly(lambda: first.compare(values))
         return values
 
-    def _backwards(self, upstream: Upstream) -> dict[str, Tensor]:
-        """Gradients of this rank's parameters, from those of the whole outputs."""
+    def _backwards(self, upstream: Upstream, more: bool) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters, from those of the whole outputs; `more`: others may
+        come, which need what these need."""
         parallel, program = self.parallel, self.program
         check_alike(self.world, upstream)
         self._refuse_moved()
@@ -241,7 +248,7 @@ class RankStep:
                     name: program.portion(name, grad * (not self.rowless), rows, self.call.num_rows)
                     for name, grad in upstream.items()}
         for runner in program.stages.values():
-            runner.live = self.program.traced.graph.leading_to(upstream)
+            runner.live, runner.keeps = self.program.traced.graph.leading_to(upstream), more
         parallel.reducer.begin(self.in_step)
         if program.stages:
             schedule = program.schedule(len(self.rows), True, "gpipe")
@@ -261,6 +268,18 @@ class RankStep:
             known[given] = [name for name in tensors if any(name in names for names in everyone)]
         return {name: sums[name] if name in sums else torch.zeros_like(local(tensors[name]))
                 for name in known[given]}
+
+    def _grads_of_batch(self) -> Iterator[Tensor]:
+        """Those of what was given and requires them, on all ranks."""
+        parallel = self.parallel
+        stages = parallel.own(parallel.plan).stages
+        speaks = bool(stages) and stages[0].devices[0] == self.world.rank and not self.rowless
+        for name, (tensor, has_rows) in self.watched.items():
+            grad = torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+            for mb, (start, end) in enumerate(self.rows) if speaks else ():
+                part = grad[start:end] if has_rows else grad
+                part += self.executor.values[-1, "B", mb][name]
+            yield self.world.sum(grad).to(tensor.dtype)
 
 
 def check_alike(world: World, upstream: Upstream) -> None:
@@ -282,7 +301,7 @@ def check_alike(world: World, upstream: Upstream) -> None:
 def _not_for_losses(anchor: Tensor, values: Values, program: Program) -> Values:
     """Outputs beside a loss, whose backwards have run: nothing more can be made of them."""
 
-    def refuse(_: Upstream) -> list[Tensor | None]:
+    def refuse(*_: Any) -> list[Tensor | None]:
         raise RunError("backward() of an output of a model that returns its loss",
                        where="outputs=, in training", fix="add what you make of it to the loss "
                        "in the model or in loss_fn=, which gets all outputs; or call the model so "

@@ -297,6 +297,8 @@ class Tables:
 
     def _cut(self, option: int, value: str) -> int:
         """In how many parts a value is cut where it is made."""
+        if value in self.graph.watched:  # the batch brings it
+            return 1
         block, slot = self._makers[value]
         sharding = self.options[option].shardings[block]
         if sharding is None:

@@ -274,11 +274,12 @@ class _Cell:
     def __init__(self, own: Dropping) -> None:
         self.own = own
         self.held: dict[str, Any] = {}
-        self.left = Counter[str]()  # uses of each dropped value
+        self.uses = Counter[str]()  # of each dropped value
+        self.left = Counter[str]()
         self.values: dict[str, Tensor] = {}
 
     def box(self, name: str, value: Tensor) -> _Box:
-        self.left[name] += 1
+        self.uses[name] += 1
         return _Box(self, name, value.size(), value.stride(), int(value.storage_offset()))
 
     @torch.no_grad()
@@ -287,7 +288,9 @@ class _Cell:
             with saved_tensors_hooks(_same, _same):
                 made = self.own.again(*[self.held[node.name] for node in self.own.reads])
             self.values = dict(zip(self.own.dropped, made, strict=True))
-            self.held.clear()
+            self.left = self.uses.copy()
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                self.held.clear()
         self.left[name] -= 1
         return self.values[name] if self.left[name] else self.values.pop(name)
 

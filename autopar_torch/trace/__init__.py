@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from ..shard.rules import op_name, writers
 from ..shard.strategies import strategies
 from . import losses, masks, opaque, row_numbers, shares, tails
 from .apart import mixing, picks_too
-from .blocks import TracedBlock, Traits, cut, mark_grads, split_main
+from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, watched
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, describe_params
@@ -111,9 +112,9 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     losses.rewrite(flat, _batch(flat, captured))
     tails.straighten(flat)
     part_reads(flat)
-    trainable = {name for name, source in captured.sources.items()
-                 if source.kind == "param" and known[source.name].trainable}
-    mark_grads(flat, trainable)
+    learning = {name for name, source in captured.sources.items()
+                if source.kind == "param" and known[source.name].trainable}
+    mark_grads(flat, learning | set(compress(_inputs(captured), call.watched)))
     main = split_main(flat, captured.sources, placed)
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
@@ -149,10 +150,13 @@ def _batch(flat: fx.Graph, captured: Captured) -> list[fx.Node]:
             if captured.sources[n.name].kind == "input" and info_of(n).shape[:1] == (ROWS,)]
 
 
+def _inputs(captured: Captured) -> list[str]:
+    return [name for name, source in captured.sources.items() if source.kind == "input"]
+
+
 def _known(flat: fx.Graph, captured: Captured, call: Call) -> masks.Fixed:
     """The placeholders whose values are the same for every batch that the trace is for."""
-    inputs = [name for name, source in captured.sources.items() if source.kind == "input"]
-    ones = {name for name, own in zip(inputs, call.ones, strict=True) if own}
+    ones = set(compress(_inputs(captured), call.ones))
     known = {}
     for node in flat.find_nodes(op="placeholder"):
         source = captured.sources[node.name]
@@ -299,7 +303,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
     stuck = tangled(prologue, mixed, places, run, outputs.values())
     stuck += ("arange",) if picks_too(prologue, mixed, run) else ()
-    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck)
+    watch = {node.name: info_of(node) for node in watched(flat, captured.sources)}
+    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck, watch)
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,

@@ -47,31 +47,38 @@ class TracedBlock:
 
 def split_main(graph: fx.Graph, sources: dict[str, InputSource],
                placed: Collection[str] = ()) -> set[fx.Node]:
-    """Nodes that depend on a parameter, chance, or a buffer that changes or that not every rank has
-    whole: the chain's nodes. A plan may cut what they read, so what else reads it is one of them.
+    """Nodes that depend on a parameter, chance, an input that requires a gradient, or a buffer that
+    changes or that not every rank has whole: the chain's nodes. A plan may cut what they read, so
+    what else reads it is one of them.
     """
     params, buffers = ({node for node in graph.find_nodes(op="placeholder")
                         if sources[node.name].kind == kind} for kind in ("param", "buffer"))
     cut = {node for node in buffers if sources[node.name].name in placed or writers(node)}
     while True:
-        main = params | cut
+        main = params | cut | set(watched(graph, sources))
         for node in graph.nodes:
             if node.op == "call_function" and (
                     has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
                 main.add(node)
-        chain = main - params - buffers
+        chain = {node for node in main if node.op == "call_function"}
         read = {n for node in chain for n in node.all_input_nodes} & buffers
         if read <= cut:
             return chain
         cut |= read
 
 
-def mark_grads(graph: fx.Graph, trainable: set[str]) -> None:
+def watched(graph: fx.Graph, sources: dict[str, InputSource]) -> list[fx.Node]:
+    """Inputs that require gradients."""
+    return [node for node in graph.find_nodes(op="placeholder")
+            if sources[node.name].kind == "input" and info_of(node).grad]
+
+
+def mark_grads(graph: fx.Graph, learning: set[str]) -> None:
     """Note on every value whether a gradient flows back through it."""
     for node in graph.nodes:
         info = info_of(node)
         if node.op == "placeholder":
-            grad = node.name in trainable
+            grad = node.name in learning
         else:
             before = [info_of(n) for n in node.all_input_nodes]
             infos = [i for own in before for i in (own if isinstance(own, tuple) else (own,))]
@@ -130,7 +137,7 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, InputSource]) ->
     runs = _joined(units([node for node in graph.nodes if node in main]))
     owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
     results = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
-    values: dict[fx.Node, str] = {}
+    values = {node: node.name for node in watched(graph, sources)}
     pieces = []
     for index, (name, nodes) in enumerate(runs):
         leaving = [n for n in nodes if n in results or any(

@@ -422,8 +422,10 @@ def _inputs(call: Call, num_rows: int, mode: FakeTensorMode,
             device: torch.device) -> tuple[Tensor, ...]:
     with mode:
         return tuple(
-            torch.empty((num_rows, *shape[1:]) if rows else shape, dtype=kind, device=device)
-            for shape, kind, rows in zip(call.shapes, call.dtypes, call.rows, strict=True)
+            torch.empty((num_rows, *shape[1:]) if rows else shape, dtype=kind, device=device,
+                        requires_grad=watched)
+            for shape, kind, rows, watched in zip(call.shapes, call.dtypes, call.rows,
+                                                  call.watched, strict=True)
         )
 
 
