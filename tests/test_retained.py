@@ -104,6 +104,45 @@ def slow_claim_they_are_under_other_plans() -> None:
     same(*PLANS[3:])
 
 
+class Fork(nn.Module):
+    """A block whose two results keep values of their own, and one in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.first, self.second = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        own = torch.tanh(self.both(a + b)).exp()
+        return self.first(own.sin()).cos(), self.second(own.cos()).sin()
+
+
+class Forks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Fork() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = x, x
+        for layer in self.layers:
+            a, b = layer(a, b)
+        return a, b
+
+
+def claim_values_that_are_made_again_are_made_for_each() -> None:
+    torch.manual_seed(0)
+    plain, x = Forks().double(), torch.randn(8, 16, dtype=torch.float64)
+    for part in (0.2, 0.5, 0.9):
+        model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(dp=2, recompute=part))
+        for own in (plain, model):
+            own.zero_grad()
+            first, second = own(x)
+            first.sum().backward(retain_graph=True)
+            first.square().sum().backward(retain_graph=True)
+            (first * second).sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad, 1e-9, 1e-11), part
+
+
 def claim_they_are_of_an_untraced_model() -> None:
     same(DP2, branches=True)
 

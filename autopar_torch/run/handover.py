@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError
+from ..shard.again import is_retained
 
 Upstream = dict[str, Tensor]  # output -> its gradient; without those that nothing was made of
 # What came, and whether more may come (`retain_graph`) -> the gradient of every parameter
@@ -53,7 +54,7 @@ class _HandOver(torch.autograd.Function):
                            where="backward or torch.autograd.grad with create_graph=True",
                            fix="put what needs it into the model, or train in one process "
                            "without parallelize()")
-        finish, more = ctx.finish, torch._C._autograd._get_current_graph_task_keep_graph()
+        finish, more = ctx.finish, is_retained()
         if not more:
             ctx.finish = None
         given = {name: grad for name, grad in zip(ctx.names, upstream, strict=True)

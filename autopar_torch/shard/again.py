@@ -102,6 +102,11 @@ def _is_there(node: fx.Node, costs: Savings, gone: Collection[str]) -> bool:
         node.op == "placeholder" or node.name in costs.there or node.name in costs.saved)
 
 
+def is_retained() -> bool:
+    """Whether the backward that runs retains its graph, so that another may follow."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 # --- running --------------------------------------------------------------------------------------
 
 
@@ -284,12 +289,12 @@ class _Cell:
 
     @torch.no_grad()
     def take(self, name: str) -> Tensor:
-        if not self.values:
+        if name not in self.values:
             with saved_tensors_hooks(_same, _same):
                 made = self.own.again(*[self.held[node.name] for node in self.own.reads])
             self.values = dict(zip(self.own.dropped, made, strict=True))
             self.left = self.uses.copy()
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
+            if not is_retained():
                 self.held.clear()
         self.left[name] -= 1
         return self.values[name] if self.left[name] else self.values.pop(name)
