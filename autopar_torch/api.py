@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -19,11 +19,11 @@ from .find.confirm import confirmed
 from .guards import Guards
 from .history import History
 from .limits import Count, Index, Seconds
-from .plan import Plan, Precision, check, load_plan
+from .plan import Plan, Precision, as_plan, check
 from .profile import QUICK_S
 from .report import page, story
 from .run import agree, doors, fallback, first_step, shardings, tracing, verify, world
-from .run.materialize import full_values
+from .run.materialize import FullValues, full_values
 from .run.model import ParallelModel
 from .run.randomness import untouched
 from .run.training_log import TrainingLog as TrainingLog
@@ -104,7 +104,7 @@ def parallelize(
 
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         with untouched(device):
-            def values_of(module: nn.Module) -> Callable[[str], Tensor | None]:
+            def values_of(module: nn.Module) -> FullValues:
                 return full_values(module, place, device, init_seed, weights)
 
             _take_up(parallel, call, tensors, given, _Request(
@@ -175,7 +175,7 @@ def report(
     """A page about a plan on machines that need not be here (as in `plan`): its step, its memory,
     and what else was considered. `plan`: what `ap.plan` gave, or any plan. Without a `path` only
     what the page would tell is returned."""
-    given = plan.plan if isinstance(plan, Result) else _given(plan)
+    given = plan.plan if isinstance(plan, Result) else as_plan(plan)
     traced, asked = _cased(model, example_inputs, cluster, global_batch_size, given.precision,
                            constraints, loss_fn, batch_dim)
     found = plan if isinstance(plan, Result) else _beside(asked)
@@ -236,7 +236,7 @@ def simulate(
     if moving or precision or constraints:
         raise PlanError("a plan says all of that itself", where="moving, precision, constraints",
                         fix="give them with changes only")
-    given = _given(plan)
+    given = as_plan(plan)
     traced, num_rows = _traced(model, example_inputs, loss_fn,
                                Constraints(precision=given.precision), global_batch_size,
                                batch_dim)
@@ -315,21 +315,11 @@ def _beside(asked: Case) -> Result | None:
 def _read_plan(plan: GivenPlan, place: world.World, limits: Constraints) -> Plan:
     """A plan that fits the world, on every rank, or an error on every rank."""
     def read() -> Plan:
-        chosen = honoured.unsplit(limits) if plan is None else _given(plan)
+        chosen = honoured.unsplit(limits) if plan is None else as_plan(plan)
         check(chosen, place.size)
         return chosen
 
     return place.jointly(read)
-
-
-def _given(plan: GivenPlan) -> Plan:
-    """A plan, or that of a file, let in by one door."""
-    if isinstance(plan, Plan):
-        return files.checked(plan, Plan, "plan")
-    if not isinstance(plan, (str, os.PathLike)):
-        raise PlanError(f"{type(plan).__name__} is no plan", where="plan",
-                        fix="give a Plan or the path of the file of one")
-    return load_plan(plan)
 
 
 def _limits(given: Given, precision: Precision | None = None) -> Constraints:
@@ -352,7 +342,7 @@ class _Request(NamedTuple):
     limits: Constraints
     confirm: int
     loss_fn: LossFn | None
-    source: Callable[[str], Tensor | None]  # values of parameters
+    source: FullValues  # of parameters
     own: bool  # they are those of the module
     changes: following.OnChange
     compile: bool

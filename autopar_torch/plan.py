@@ -260,6 +260,16 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return files.load(path, Plan)
 
 
+def as_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan:
+    """A plan, or that of a file, let in by one door."""
+    if isinstance(plan, Plan):
+        return files.checked(plan, Plan, "plan")
+    if not isinstance(plan, (str, os.PathLike)):
+        raise PlanError(f"{type(plan).__name__} is no plan", where="plan",
+                        fix="give a Plan or the path of the file of one")
+    return load_plan(plan)
+
+
 def check(plan: Plan, world_size: int, there: str = "torchrun started") -> None:
     """Refuse a plan that cannot run on so many devices, before anything is communicated. Those
     that it does not name will idle."""

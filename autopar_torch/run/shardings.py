@@ -11,7 +11,6 @@ from difflib import SequenceMatcher
 
 import msgspec
 
-from .. import files
 from ..cluster import CPU_CORE, LOOPBACK
 from ..errors import PlanError, ShardingError
 from ..model import Block, ModelGraph
@@ -20,10 +19,10 @@ from ..plan import (
     Replica,
     Sharding,
     Stage,
+    as_plan,
     check as check_devices,
     check_rows,
     fit,
-    load_plan,
 )
 from ..shard.allowed import check as check_sharding
 from ..shard.layout import Forms, parse_forms, parts_of
@@ -230,7 +229,7 @@ def agreed(world: World, given: Plan, traced: Traced, num_rows: int) -> Plan:
 def another(world: World, now: Plan, plan: Plan | str | os.PathLike[str]) -> Plan:
     """A plan to move to, or an error on every rank."""
     def read() -> Plan:
-        given = files.checked(plan, Plan, "plan") if isinstance(plan, Plan) else load_plan(plan)
+        given = as_plan(plan)
         check_devices(given, world.size)
         doors.refuse_other_numbers(now, given)
         return given
