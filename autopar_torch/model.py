@@ -113,7 +113,7 @@ class ModelGraph(Struct, frozen=True, dict=True):
     replicated_ops: tuple[str, ...] = ()  # ops without a splitting rule, for the report
     summed: tuple[str, ...] = ()  # outputs that are sums over the rows
     couples_rows: tuple[str, ...] = ()  # ops on the batch, before any parameter, that mix its rows
-    watched: dict[str, TensorInfo] = {}  # values of the batch that require gradients
+    given: dict[str, TensorInfo] = {}  # values of the batch that get gradients; no block makes them
 
     @property
     def coupled(self) -> tuple[str, ...]:
@@ -172,8 +172,8 @@ class ModelGraph(Struct, frozen=True, dict=True):
         return found
 
     def crossing(self, border: int) -> dict[str, TensorInfo]:
-        """Values made before block `border` and used in or after it, in order of making; those of
-        the batch are among them if they require gradients."""
+        """Values made before block `border` and used in or after it, in order of making; those that
+        are given are among them."""
         return self.crossings()[border]
 
     def crossings(self) -> list[dict[str, TensorInfo]]:
@@ -181,11 +181,10 @@ class ModelGraph(Struct, frozen=True, dict=True):
         end = len(self.blocks)
         last = {v: i for i, block in enumerate(self.blocks) for v in block.inputs.values()}
         last |= dict.fromkeys(self.outputs.values(), end - 1)
-        open_ = {v: info for v, info in self.watched.items() if v in last}
-        found = [dict(open_)]
+        open_, found = self.given, [self.given]
         for i, block in enumerate(self.blocks):
             infos = self.kinds[block.kind].outputs
-            open_ |= {v: infos[slot] for slot, v in block.outputs.items()}
+            open_ = open_ | {v: infos[slot] for slot, v in block.outputs.items()}
             open_ = {v: info for v, info in open_.items() if last.get(v, -1) > i}
             found.append(dict(open_))
         return found

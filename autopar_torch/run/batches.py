@@ -63,8 +63,7 @@ class SameBatch:
                      "state of the module": f"{fingerprint:x}"}
             if self.num_calls <= FIRST or self.num_calls % EVERY == 0:
                 values = {f"values of {name}": f"checksum {_checksum(value):x}"
-                          for name, value in named.items()
-                          if isinstance(value, Tensor) and value.grad_fn is None}
+                          for name, value in named.items() if isinstance(value, Tensor)}
         return call, tensors, self._asked(facts, values)
 
     def as_shared(self, call: Call, tensors: list[Tensor]) -> tuple[Call, list[Tensor]]:
@@ -100,9 +99,9 @@ def _fact(item: tuple[str, Any]) -> tuple[str, str]:
     name, value = item
     if not isinstance(value, Tensor):
         return f"argument {name}", plain(value)
-    watched = ", which requires a gradient" * (value.requires_grad and torch.is_grad_enabled())
+    learns = ", which requires a gradient" * (value.requires_grad and torch.is_grad_enabled())
     return (f"shape of {name}",
-            f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{watched}")
+            f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{learns}")
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ log = logging.getLogger("autopar_torch")
 Grads = list[tuple[Tensor, Tensor | None]]  # of what
 
 
-class _Watched(NamedTuple):
+class _Given(NamedTuple):
     """What was given and requires a gradient, what of it this rank computes with, and whether that
     is its rows."""
 
@@ -163,16 +163,16 @@ class _Step:
         own = call.slice(tensors, *run)
         if parallel.world.size > 1:
             own = [t.detach().requires_grad_(t.requires_grad) for t in own]
-        watched = [_Watched(t.view_as(t), part, has_rows) for t, part, has_rows in zip(
+        given = [_Given(t.view_as(t), part, has_rows) for t, part, has_rows in zip(
             tensors, own, call.rows, strict=True) if part.requires_grad]
         form, named = self._forward(call, own, shares.inside)
         form = shares.form(form, run[1] - run[0], call.num_rows)
         if "loss" not in named:
-            whole = self._outside(named, span, call.num_rows, shares.places, watched)
+            whole = self._outside(named, span, call.num_rows, shares.places, given)
             return returned(whole, form, call.num_rows, train=False)
         share = shares.count.share(tensors, span, call.num_rows) if run == span else 0.0
         loss = named["loss"] * share if share else torch.zeros_like(named["loss"])
-        total, grads = self._summed(loss, self._grads([loss], None, watched, span))
+        total, grads = self._summed(loss, self._grads([loss], None, given, span))
         parallel.non_finite.check(parallel.num_steps, parallel.replica, total,
                                   {span: loss} if share else {})
         return returned({"loss": hand_over(parallel.anchor, total, grads)}, form, call.num_rows,
@@ -181,13 +181,13 @@ class _Step:
     # --- a loss outside of the model ----------------------------------------------------------
 
     def _outside(self, named: dict[str, Tensor], span: Rows, num_rows: int,
-                 places: dict[str, Place | None], watched: list[_Watched]) -> dict[str, Tensor]:
+                 places: dict[str, Place | None], given: list[_Given]) -> dict[str, Tensor]:
         """Whole outputs. Their backward runs on the rows of each rank."""
         parallel, world = self.parallel, self.parallel.world
         if world.size == 1:
             return named
         self._check_joined(named, span, places)
-        learning = [*self._params(), *(given.whole for given in watched)]
+        learning = [*self._params(), *(one.whole for one in given)]
 
         def finish(upstream: Upstream, more: bool) -> list[Tensor | None]:
             own = {n: piece_of(grad, places[n], span, num_rows) for n, grad in upstream.items()}
@@ -196,7 +196,7 @@ class _Step:
                 check_alike(world, upstream)
                 mine = {n: grad.reshape(named[n].shape) for n, grad in own.items()
                         if grad is not None}
-                found = self._grads([named[n] for n in mine], list(mine.values()), watched, span,
+                found = self._grads([named[n] for n in mine], list(mine.values()), given, span,
                                     more)
                 _, sums = self._summed(torch.zeros((), device=parallel.device), found)
             grads = {id(tensor): grad for tensor, grad in sums}
@@ -226,14 +226,14 @@ class _Step:
     def _params(self) -> list[Tensor]:
         return [p for p in self.parallel.module.parameters() if p.requires_grad]
 
-    def _grads(self, ends: list[Tensor], upstream: list[Tensor] | None, watched: list[_Watched],
+    def _grads(self, ends: list[Tensor], upstream: list[Tensor] | None, given: list[_Given],
                span: Rows, keep: bool = False) -> Grads:
         """Those that this rank's rows make, of all that learns."""
         params = self._params()
-        found = grads_of(ends, params, upstream, keep, [given.own for given in watched])
+        found = grads_of(ends, params, upstream, keep, [one.own for one in given])
         return [*zip(params, found, strict=False),
-                *((given.whole, given.widened(grad, span))
-                  for given, grad in zip(watched, found[len(params):], strict=True))]
+                *((one.whole, one.widened(grad, span))
+                  for one, grad in zip(given, found[len(params):], strict=True))]
 
     def _summed(self, loss: Tensor, found: Grads) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The loss and the gradients of all ranks. A parameter that no rank used has none."""

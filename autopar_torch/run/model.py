@@ -93,7 +93,7 @@ class ParallelModel(Around):
         self.same_batch = SameBatch(world, self.guards.batches, batch_dim)
         self.non_finite = NonFinite(world, self.guards.nan)
         self.drift, self.turns = Drift(world, self.guards.drift_every), doors.Turns(world)
-        self.copies: list[ParallelModel] = []  # made before there was a plan
+        self._copies: list[ParallelModel] = []  # made before there was a plan
         self._ready()
 
     # --- what the plan made of this rank ----------------------------------------------------
@@ -330,13 +330,13 @@ class ParallelModel(Around):
             if not self._is_whole:
                 made.adopt(self.plan, *self._first, whole_values(self.module))
             elif self._plan is None:
-                self.copies.append(made)
+                self._copies.append(made)
         return made
 
     def adopt_copies(self, values_of: Callable[[nn.Module], FullValues]) -> None:
         """Copies that were made before there was a plan take it up."""
-        while self.copies and not self.fallback_reason:
-            made = self.copies.pop(0)
+        while self._copies and not self.fallback_reason:
+            made = self._copies.pop(0)
             made.same_batch.one_row = self.same_batch.one_row
             if made._plan is None:
                 made.adopt(self.plan, *self._first, values_of(made.module))
@@ -437,8 +437,9 @@ class ParallelModel(Around):
 
     def explain(self, name: str) -> str:
         """How the blocks whose name contains `name` are run on this rank, as code."""
-        return "\n".join(code for known in self._programs.values() for program in known for code in
-                         program.explained(name)) or f"no block of this rank is called {name!r}"
+        found = [code for known in self._programs.values() for program in known
+                 for code in program.explained(name)]
+        return "\n".join(found) or f"no block of this rank is called {name!r}"
 
 
 def _frozen(module: nn.Module) -> frozenset[str]:

@@ -80,9 +80,9 @@ class RankStep:
                  tensors: list[Tensor], settle: Settle) -> None:
         self.parallel, self.program, self.call = parallel, program, call
         self.tensors = [t.detach() for t in tensors]
-        names = program.traced.graph.crossing(0)  # of the batch, and they require gradients
-        self.watched = {name: (tensor, has_rows) for name, tensor, has_rows in zip(
-            program.prologue.inputs, tensors, call.rows, strict=True) if name in names}
+        self.given = {name: (tensor, has_rows) for name, tensor, has_rows in zip(
+            program.prologue.inputs, tensors, call.rows, strict=True)
+            if name in program.traced.graph.given}
         self.world, self.recorder, self.store = parallel.world, parallel.recorder, parallel.store
         self.first, parallel.first = parallel.first, None
         plan, replica = parallel.plan, parallel.replica
@@ -139,8 +139,7 @@ class RankStep:
         parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"], parts)
         tensors = parallel.store.tensors
         grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
-        grads += [(tensor, grad) for (tensor, _), grad in zip(
-            self.watched.values(), self._grads_of_batch(), strict=True)]
+        grads += self._grads_of_batch()
         loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale,
                          self._refuse_moved)
         return self._left({"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)})
@@ -161,9 +160,9 @@ class RankStep:
             with (parallel.turns.doing("backward"), torch.enable_grad(),
                   torch.autocast(parallel.device.type, enabled=False)):
                 grads = self._backwards(upstream, more)
-                return [*map(grads.get, params), *self._grads_of_batch()]
+                return [*map(grads.get, params), *(grad for _, grad in self._grads_of_batch())]
 
-        learning = [*params.values(), *(tensor for tensor, _ in self.watched.values())]
+        learning = [*params.values(), *(tensor for tensor, _ in self.given.values())]
         return self._left({**values, **promise(parallel.anchor, ends, learning, finish)})
 
     # --- what they share ------------------------------------------------------------------------
@@ -269,17 +268,17 @@ class RankStep:
         return {name: sums[name] if name in sums else torch.zeros_like(local(tensors[name]))
                 for name in known[given]}
 
-    def _grads_of_batch(self) -> Iterator[Tensor]:
-        """Those of what was given and requires them, on all ranks."""
+    def _grads_of_batch(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What was given and requires a gradient, and this, on all ranks."""
         parallel = self.parallel
         stages = parallel.own(parallel.plan).stages
         speaks = bool(stages) and stages[0].devices[0] == self.world.rank and not self.rowless
-        for name, (tensor, has_rows) in self.watched.items():
+        for name, (tensor, has_rows) in self.given.items():
             grad = torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
             for mb, (start, end) in enumerate(self.rows) if speaks else ():
                 part = grad[start:end] if has_rows else grad
                 part += self.executor.values[-1, "B", mb][name]
-            yield self.world.sum(grad).to(tensor.dtype)
+            yield tensor, self.world.sum(grad).to(tensor.dtype)
 
 
 def check_alike(world: World, upstream: Upstream) -> None:

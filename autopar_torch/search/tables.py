@@ -297,7 +297,7 @@ class Tables:
 
     def _cut(self, option: int, value: str) -> int:
         """In how many parts a value is cut where it is made."""
-        if value in self.graph.watched:  # the batch brings it
+        if value in self.graph.given:  # the batch brings it
             return 1
         block, slot = self._makers[value]
         sharding = self.options[option].shardings[block]

@@ -24,7 +24,7 @@ from ..shard.rules import op_name, writers
 from ..shard.strategies import strategies
 from . import losses, masks, opaque, row_numbers, shares, tails
 from .apart import mixing, picks_too
-from .blocks import TracedBlock, Traits, cut, mark_grads, split_main, watched
+from .blocks import TracedBlock, Traits, cut, given_nodes, mark_grads, split_main
 from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, describe_params
@@ -114,7 +114,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     part_reads(flat)
     learning = {name for name, source in captured.sources.items()
                 if source.kind == "param" and known[source.name].trainable}
-    mark_grads(flat, learning | set(compress(_inputs(captured), call.watched)))
+    mark_grads(flat, learning | set(compress(_inputs(captured), call.requires_grad)))
     main = split_main(flat, captured.sources, placed)
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
@@ -303,8 +303,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
     stuck = tangled(prologue, mixed, places, run, outputs.values())
     stuck += ("arange",) if picks_too(prologue, mixed, run) else ()
-    watch = {node.name: info_of(node) for node in watched(flat, captured.sources)}
-    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck, watch)
+    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck,
+                       {node.name: info_of(node) for node in given_nodes(flat, captured.sources)})
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}
     return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,

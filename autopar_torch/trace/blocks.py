@@ -2,8 +2,8 @@
 
 A block is a run of ops of one numbered submodule (`layers.3`, or `stages.0.blocks.3` where there
 are few stages), or what lies between such runs; in a model without numbered submodules, a run of
-one direct child (of the module in a wrapper). Everything that depends on no parameter is prologue:
-every stage computes for itself what it needs of it.
+one direct child (of the module in a wrapper). Everything that depends on no parameter, nor on an
+input that requires a gradient, is prologue: every stage computes for itself what it needs of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource],
                         if sources[node.name].kind == kind} for kind in ("param", "buffer"))
     cut = {node for node in buffers if sources[node.name].name in placed or writers(node)}
     while True:
-        main = params | cut | set(watched(graph, sources))
+        main = params | cut | set(given_nodes(graph, sources))
         for node in graph.nodes:
             if node.op == "call_function" and (
                     has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
@@ -67,10 +67,10 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource],
         cut |= read
 
 
-def watched(graph: fx.Graph, sources: dict[str, InputSource]) -> list[fx.Node]:
-    """Inputs that require gradients."""
+def given_nodes(graph: fx.Graph, sources: dict[str, InputSource]) -> list[fx.Node]:
+    """Inputs that are used and require gradients."""
     return [node for node in graph.find_nodes(op="placeholder")
-            if sources[node.name].kind == "input" and info_of(node).grad]
+            if sources[node.name].kind == "input" and info_of(node).grad and node.users]
 
 
 def mark_grads(graph: fx.Graph, learning: set[str]) -> None:
@@ -137,7 +137,7 @@ def cut(graph: fx.Graph, main: set[fx.Node], sources: dict[str, InputSource]) ->
     runs = _joined(units([node for node in graph.nodes if node in main]))
     owner = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
     results = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
-    values = {node: node.name for node in watched(graph, sources)}
+    values = {node: node.name for node in given_nodes(graph, sources)}
     pieces = []
     for index, (name, nodes) in enumerate(runs):
         leaving = [n for n in nodes if n in results or any(

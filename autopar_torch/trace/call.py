@@ -32,7 +32,7 @@ class Call:
     num_rows: int
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # (device type, dtype) where it is on
     ones: tuple[bool, ...] = ()  # which tensors are masks that hide nothing
-    watched: tuple[bool, ...] = ()  # which tensors require gradients
+    requires_grad: tuple[bool, ...] = ()  # which tensors, where gradients are on
 
     @property
     def rows(self) -> tuple[bool, ...]:
@@ -50,7 +50,7 @@ class Call:
         shapes = tuple(s[1:] if r else s for s, r in zip(self.shapes, self.rows, strict=True))
         leaves = tuple(map(shown, self.leaves))
         return (str(self.spec), leaves, shapes, self.dtypes, self.rows_dims, self.autocast,
-                self.ones, self.watched)
+                self.ones, self.requires_grad)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as the caller wrote it."""
@@ -125,9 +125,9 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any],
     paths = [path for path, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]]
     ones = tuple(_hides_nothing(t, "mask" in pytree.keystr(paths[i]).lower())
                  for i, t in zip(where, tensors, strict=True))
-    watched = tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors)
+    requires_grad = tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors)
     return Call(spec, rest, where, shapes, dtypes, rows_dims, num_rows, cast, ones,
-                watched), tensors
+                requires_grad), tensors
 
 
 def _refuse_hidden(leaves: Sequence[Any]) -> None:

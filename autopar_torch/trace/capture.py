@@ -423,9 +423,9 @@ def _inputs(call: Call, num_rows: int, mode: FakeTensorMode,
     with mode:
         return tuple(
             torch.empty((num_rows, *shape[1:]) if rows else shape, dtype=kind, device=device,
-                        requires_grad=watched)
-            for shape, kind, rows, watched in zip(call.shapes, call.dtypes, call.rows,
-                                                  call.watched, strict=True)
+                        requires_grad=learns)
+            for shape, kind, rows, learns in zip(call.shapes, call.dtypes, call.rows,
+                                                 call.requires_grad, strict=True)
         )
 
 
