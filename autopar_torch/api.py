@@ -38,6 +38,7 @@ from .trace.call import Batch, Call, as_call, take_apart
 from .trace.form import LossFn
 
 log = logging.getLogger("autopar_torch")
+MUCH = 0.05  # of the operations: worth a warning
 Given = Constraints | Mapping[str, Any] | None
 Changes = History | str | os.PathLike[str]
 GivenPlan = Plan | str | os.PathLike[str] | None
@@ -108,8 +109,7 @@ def parallelize(
                 return full_values(module, place, device, init_seed, weights)
 
             _take_up(parallel, call, tensors, given, _Request(
-                limits, confirm, loss_fn, values_of(parallel.module), weights is None, changes,
-                compiles))
+                limits, confirm, values_of(parallel.module), weights is None, changes, compiles))
             parallel.adopt_copies(values_of)
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
@@ -117,8 +117,8 @@ def parallelize(
                              limits.batch_statistics == "local")
         return tracing.once(own, place, module)
 
-    parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, outputs,
-                             watched, batch_dim, changes != "off")
+    parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, loss_fn,
+                             outputs, watched, batch_dim, changes != "off")
     if size == 1:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
@@ -341,7 +341,6 @@ class _Request(NamedTuple):
 
     limits: Constraints
     confirm: int
-    loss_fn: LossFn | None
     source: FullValues  # of parameters
     own: bool  # they are those of the module
     changes: following.OnChange
@@ -367,7 +366,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
     if asked.compile or plan.compiled:
         plan = compiling.settled(parallel, plan, traced, call, tensors)
     if asked.own:
-        parallel.first = first_step.of(parallel, traced, plan, call, tensors, asked.loss_fn)
+        parallel.first = first_step.of(parallel, traced, plan, call, tensors)
     parallel.adopt(plan, traced, call, asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
@@ -392,7 +391,7 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, erro
         honoured.tell_unused(place, asked.limits, asked.confirm, done, "the model cannot be traced")
     plan = given or replace(Plan.uniform(dp=place.size, precision=asked.limits.precision),
                             reason="it cannot be traced")
-    fallback.adopt(parallel, plan, error, asked.loss_fn, asked.source, call, tensors)
+    fallback.adopt(parallel, plan, error, asked.source, call, tensors)
 
 
 def _find(parallel: ParallelModel, call: Call, tensors: list[Tensor], traced: Traced,
@@ -432,7 +431,9 @@ def _tell(plan: Plan, traced: Traced, parallel: ParallelModel) -> None:
                         ", ".join(local))
     if plan.shardings and (ops := traced.graph.replicated_ops):
         log.info("whole on all ranks of a tensor group, as no rule splits them: %s", ", ".join(ops))
-    for sharding in plan.shardings:
-        if not any("S" in text for text in sharding.ops.values()):
-            log.warning("%s has no dim that %s devices can share, so each computes all of it",
-                        sharding.kind, "x".join(map(str, sharding.mesh)))
+    whole = {own.kind for own in plan.shardings
+             if not any("S" in text for text in own.ops.values())}
+    if part := traced.graph.part_of(whole):
+        log.log(logging.WARNING if part > MUCH else logging.INFO, "each rank of a tensor group "
+                "computes all of %s (%.0f %% of the operations), as they have no dim to share or "
+                "this is quicker", traced.graph.named(whole), 100 * part)

@@ -7,7 +7,7 @@ the batch, whatever is not does not, so one trace serves every micro-batch size 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 from msgspec import Struct
@@ -137,10 +137,22 @@ class ModelGraph(Struct, frozen=True, dict=True):
         """Ops that look at the rows of a replica and micro-batch, not at the batch."""
         return tuple(sorted({op for kind in self.kinds.values() for op in kind.local}))
 
+    def part_of(self, kinds: Collection[str]) -> float:
+        """The part of all operations that blocks of these kinds do."""
+        each = [(block.kind, self.kinds[block.kind].flops_per_row) for block in self.blocks]
+        return sum(x for kind, x in each if kind in kinds) / (sum(x for _, x in each) or 1)
+
+    def named(self, kinds: Collection[str]) -> str:
+        """The kinds as a user knows them: each by the first block of it."""
+        return ", ".join(self._first[kind] for kind in self.kinds if kind in kinds)
+
+    @cached_property
+    def _first(self) -> dict[str, str]:
+        return {block.kind: block.name for block in reversed(self.blocks)}
+
     def coupling(self) -> str:
         """Which ops look at several rows at once, in which block, and how that was found."""
-        first = {block.kind: block.name for block in reversed(self.blocks)}
-        said = [f"{', '.join(kind.couples_rows)} in {first[name]}"
+        said = [f"{', '.join(kind.couples_rows)} in {self._first[name]}"
                 + (f" ({kind.why_coupled})" if kind.why_coupled else "")
                 for name, kind in self.kinds.items() if kind.couples_rows]
         said += [f"{', '.join(self.couples_rows)} before all blocks"] if self.couples_rows else []

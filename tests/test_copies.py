@@ -17,12 +17,23 @@ DP2, TP2, PP2 = {"dp": 2}, {"tp": 2}, {"pp": 2, "num_micro_batches": 2}
 ZERO3 = {"dp": 2, "zero": 3}
 
 
+class One(nn.Module):
+    """With a parameter of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
 class Net(nn.Sequential):
     """With batch statistics, and what stops a trace if asked for."""
 
     def __init__(self, branches: bool = False) -> None:
         super().__init__(nn.Linear(8, 32), nn.BatchNorm1d(32) if not branches else nn.Identity(),
-                         nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+                         nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4), One())
         self.branches = branches
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import autopar_torch as ap
 import claims
-from autopar_torch.errors import RunError
 
 TP2, DP2, PP2 = {"tp": 2}, {"dp": 2}, {"pp": 2, "num_micro_batches": 2}
 ZERO3 = {"dp": 2, "zero": 3, "num_micro_batches": 2}
@@ -186,13 +185,6 @@ def claim_a_plan_is_found_for_them() -> None:
                          strict=True):
         assert (want is None) == (got is None)
         assert want is None or got is None or torch.allclose(want, got, 1e-9, 1e-11)
-
-
-def claim_a_gradient_of_them_is_refused() -> None:
-    model = ap.parallelize(Net().double(), plan=ap.Plan.uniform(**DP2))
-    x = torch.ones(8, 8, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RunError, match="gradient of the gradients"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

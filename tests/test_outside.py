@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar_torch as ap
 import claims
-from autopar_torch.errors import RunError
 from autopar_torch.run import step
 from nets import ALL, PP2, TP2, Net, batch, near, net, parallel, refused
 
@@ -196,10 +195,3 @@ def test_the_costs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_plan_keeps_all_micro_batches_where_the_loss_is_outside() -> None:
     found = ap.plan(net(Logits), (batch()[0],), "2x4xH100", constraints={"pp": 2}).plan
     assert found.schedule == "gpipe"
-
-
-def test_gradients_of_gradients_are_refused() -> None:
-    model = ap.parallelize(net(Logits))
-    out = model(batch()[0])
-    with pytest.raises(RunError, match="gradient of the gradients"):
-        torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=True)

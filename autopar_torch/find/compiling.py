@@ -54,7 +54,7 @@ def settled(parallel: ParallelModel, plan: Plan, traced: Traced, call: Call,
         if world.rank == 0:
             log.info("compiled, as it is quicker: %s", ", ".join(kinds) or "no kind of block")
             for kind, why in failures.items():
-                log.warning("%s runs uncompiled: %s", kind, why)
+                log.warning("%s runs uncompiled: %s", traced.graph.named([kind]), why)
         found = replace(plan, compiled=kinds)
         _predict(parallel, found, profile, call.num_rows)
         return found

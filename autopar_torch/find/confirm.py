@@ -79,8 +79,8 @@ class _PlanTrial:
         module = copy.deepcopy(parallel.module)
         world, device = parallel.world, parallel.device
         self.model = ParallelModel(module, world, device, lambda *_: None, parallel.retrace,
-                                   parallel.tracer_of, parallel.outputs, UNWATCHED,
-                                   watch=False)
+                                   parallel.tracer_of, parallel.loss_fn, parallel.outputs,
+                                   UNWATCHED, watch=False)
         self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []

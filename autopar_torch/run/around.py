@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from torch import nn
 
+from ..progress import warn
+
 log = logging.getLogger("autopar_torch")
 _SHARED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
@@ -89,5 +91,5 @@ class Around(nn.Module):
         if hidden := sorted(name for name in theirs.keys() - vars(nn.Module()).keys()
                             if name[0] != "_" and self._is_own(name)
                             and str(vars(self).get(name)) != str(theirs[name])):
-            log.warning("attributes of the model that have names of its wrapper are found in "
-                        "model.module only: %s", ", ".join(hidden))
+            warn(log, "attributes of the model that have names of its wrapper are found in "
+                      "model.module only: %s", ", ".join(hidden))

@@ -20,17 +20,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import PlanError, RunError, TraceError
 from ..plan import Plan
+from ..progress import warn
 from ..shard.collectives import arrive
 from ..trace.burnt import user_hooks
 from ..trace.call import Call
-from ..trace.form import Form, LossFn, outputs_of
-from .handover import Upstream, hand_over, promise
+from ..trace.form import Form, outputs_of
+from .grads_of_grads import OnceMore
+from .handover import Upstream, check_alike, hand_over, promise
 from .model import ParallelModel
 from .nonfinite import Rows
 from .randomness import dropout_apart
 from .returned import returned
 from .shared_out import MEAN, Place, Shares, grads_of, piece_of, tried
-from .step import check_alike
 from .world import World
 
 log = logging.getLogger("autopar_torch")
@@ -54,7 +55,7 @@ class _Given(NamedTuple):
         return full
 
 
-def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossFn | None,
+def adopt(parallel: ParallelModel, plan: Plan, error: TraceError,
           source: Callable[[str], Tensor | None], call: Call, tensors: list[Tensor]) -> None:
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
@@ -65,12 +66,10 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError, loss_fn: LossF
                         fix="build it on a real device, or make forward traceable")
     for name, tensor in [*parallel.module.named_parameters(), *parallel.module.named_buffers()]:
         tensor.data = cast(Tensor, source(name))
-    step = _Step(parallel, loss_fn, reason)
+    step = _Step(parallel, reason)
     step.shares(call, tensors)
-    log.warning(
-        "the model cannot be traced, so it trains with data parallelism on the untouched module. "
-        "Reason: %s", reason,
-    )
+    warn(log, "the model cannot be traced, so it trains with data parallelism on the untouched "
+              "module. Reason: %s", reason)
     parallel.adopt_untraced(_plain(plan, parallel.outputs), reason, step)
 
 
@@ -101,15 +100,15 @@ def _plain(plan: Plan, outputs: tuple[str, ...]) -> Plan:
     asked = {"zero": plan.zero, "grad_dtype": plan.grad_dtype != "float32", "outputs": outputs,
              "num_micro_batches, recompute": replicas != plan.replicas}
     if dropped := [name for name, wanted in asked.items() if wanted]:
-        log.warning("not honoured, as the model cannot be traced: %s", ", ".join(dropped))
+        warn(log, "not honoured, as the model cannot be traced: %s", ", ".join(dropped))
     return kept
 
 
 class _Step:
     """Forward and backward of this rank's rows."""
 
-    def __init__(self, parallel: ParallelModel, loss_fn: LossFn | None, reason: str) -> None:
-        self.parallel, self.loss_fn, self.reason = parallel, loss_fn, reason
+    def __init__(self, parallel: ParallelModel, reason: str) -> None:
+        self.parallel, self.reason = parallel, reason
         self.known: dict[Any, Shares] = {}
 
     def shares(self, call: Call, tensors: list[Tensor]) -> Shares:
@@ -121,7 +120,7 @@ class _Step:
         key = str(call.spec), call.dtypes, call.rows_dims, tuple(negative), call.num_rows == 1
         if key not in self.known:
             found = parallel.world.by_first(Shares, lambda: tried(
-                parallel.module, call, [t.detach() for t in tensors], self.loss_fn,
+                parallel.module, call, [t.detach() for t in tensors], parallel.loss_fn,
                 parallel.device))
             if found.why_not:
                 raise PlanError(
@@ -152,7 +151,8 @@ class _Step:
         half = self.parallel.plan.precision == "bfloat16"
         with (torch.autocast(device, torch.bfloat16, enabled=half),
               call.surroundings(self.parallel.device)):
-            return outputs_of(self.parallel.module, self.loss_fn, *call.rebuild(tensors), inside)
+            return outputs_of(self.parallel.module, self.parallel.loss_fn, *call.rebuild(tensors),
+                              inside)
 
     def _step(self, call: Call, tensors: list[Tensor], shares: Shares) -> Any:
         """A rank without rows runs one that does not count."""
@@ -167,23 +167,29 @@ class _Step:
             tensors, own, call.rows, strict=True) if part.requires_grad]
         form, named = self._forward(call, own, shares.inside)
         form = shares.form(form, run[1] - run[0], call.num_rows)
+        parallel.fingerprint_hash()  # as forward may have changed something
+        wholes = iter(given)
+        asked_with = [next(wholes).whole if part.requires_grad else whole
+                      for whole, part in zip(tensors, own, strict=True)]
         if "loss" not in named:
-            whole = self._outside(named, span, call.num_rows, shares.places, given)
+            whole = self._outside(named, span, call, shares.places, given, asked_with)
             return returned(whole, form, call.num_rows, train=False)
         share = shares.count.share(tensors, span, call.num_rows) if run == span else 0.0
         loss = named["loss"] * share if share else torch.zeros_like(named["loss"])
         total, grads = self._summed(loss, self._grads([loss], None, given, span))
         parallel.non_finite.check(parallel.num_steps, parallel.replica, total,
                                   {span: loss} if share else {})
-        return returned({"loss": hand_over(parallel.anchor, total, grads)}, form, call.num_rows,
-                        train=True)
+        again = OnceMore(parallel, call, asked_with, {"loss": total}).grads
+        return returned({"loss": hand_over(parallel.anchor, total, grads, again)}, form,
+                        call.num_rows, train=True)
 
     # --- a loss outside of the model ----------------------------------------------------------
 
-    def _outside(self, named: dict[str, Tensor], span: Rows, num_rows: int,
-                 places: dict[str, Place | None], given: list[_Given]) -> dict[str, Tensor]:
+    def _outside(self, named: dict[str, Tensor], span: Rows, call: Call,
+                 places: dict[str, Place | None], given: list[_Given],
+                 asked_with: list[Tensor]) -> dict[str, Tensor]:
         """Whole outputs. Their backward runs on the rows of each rank."""
-        parallel, world = self.parallel, self.parallel.world
+        parallel, world, num_rows = self.parallel, self.parallel.world, call.num_rows
         if world.size == 1:
             return named
         self._check_joined(named, span, places)
@@ -204,7 +210,9 @@ class _Step:
 
         whole = {name: _whole(world, x, places[name], span, num_rows) for name, x in named.items()}
         ends = {name: x for name, x in whole.items() if named[name].requires_grad}
-        return {**whole, **promise(parallel.anchor, ends, learning, finish)} if ends else whole
+        again = OnceMore(parallel, call, asked_with, ends).grads
+        return {**whole, **promise(parallel.anchor, ends, learning, finish,
+                                   again)} if ends else whole
 
     def _check_joined(self, named: dict[str, Tensor], span: Rows,
                       places: dict[str, Place | None]) -> None:

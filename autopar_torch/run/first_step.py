@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,18 +38,24 @@ class FirstStep(NamedTuple):
     wanted: Mapping[str, Tensor]
 
     def compare(self, got: Mapping[str, Tensor]) -> None:
-        for name, want in self.wanted.items():
-            if name not in got or got[name].shape != want.shape or not (
-                    want.numel() and want.isfinite().all()):
-                continue
-            apart, size = float((got[name].detach() - want).abs().max()), float(want.abs().max())
-            relative, least = APART.get(want.dtype, APART_ELSE)
-            if not apart <= max(relative * size, least):  # nor is it a number
-                raise RunError(
-                    f"`{name}` is off by {apart:.3g} from what the module itself gives for this "
-                    f"batch (at most {size:.3g})", where="the first step",
-                    fix="report the model, please, as it was traced for another; guards="
-                    '{"first_step": False} trains all the same')
+        if found := far(got, self.wanted):
+            raise RunError(f"{found} from what the module itself gives for this batch",
+                           where="the first step",
+                           fix="report the model, please, as it was traced for another; guards="
+                           '{"first_step": False} trains all the same')
+
+
+def far(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """Which output is not what was wanted, and by how much."""
+    for name, want in wanted.items():
+        if name not in got or got[name].shape != want.shape or not (
+                want.numel() and want.isfinite().all()):
+            continue
+        apart, size = float((got[name].detach() - want).abs().max()), float(want.abs().max())
+        relative, least = APART.get(want.dtype, APART_ELSE)
+        if not apart <= max(relative * size, least):  # nor is it a number
+            return f"`{name}` is off by {apart:.3g} (at most {size:.3g})"
+    return ""
 
 
 class Fresh(Protocol):
@@ -59,25 +65,34 @@ class Fresh(Protocol):
     world: World
     device: torch.device
     guards: Guards
+    loss_fn: LossFn | None
     _to_load: list[Any]  # checkpoints, before the first step
 
 
-def of(model: Fresh, traced: Traced, plan: Plan, call: Call, tensors: list[Tensor],
-       loss_fn: LossFn | None) -> FirstStep:
+def of(model: Fresh, traced: Traced, plan: Plan, call: Call,
+       tensors: Sequence[Tensor]) -> FirstStep:
     """Nothing is wanted where the module draws numbers, or another rank looks."""
     if model.world.rank or not model.guards.first_step or not _alike(model, traced, plan, call):
         return FirstStep(call, {})
     try:  # on a copy with the same parameters: forward may keep something
         module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
-        with torch.enable_grad(), untouched(model.device):  # forward may ask for gradients
-            before = _drawn(model.device)
-            _, found = outputs_of(module, loss_fn, *call.rebuild(tensors))
-            drew = before != _drawn(model.device)
+        with torch.enable_grad():  # forward may ask for gradients
+            found, drew = as_it_is(module, call, tensors, model.loss_fn, model.device)
     except Exception as error:  # whatever it is: the plan is what trains
         log.debug("the module does not run as it is: %s", error)
         return FirstStep(call, {})
     return FirstStep(call, {} if drew else {
         name: x.detach() for name, x in found.items() if x.dtype.is_floating_point})
+
+
+def as_it_is(module: nn.Module, call: Call, tensors: Sequence[Tensor], loss_fn: LossFn | None,
+             device: torch.device, inside: bool | None = None) -> tuple[dict[str, Tensor], bool]:
+    """What a module gives for a call, by name, and whether it draws numbers, which then seem not
+    to have been drawn."""
+    with untouched(device), call.surroundings(device):
+        before = _drawn(device)
+        _, found = outputs_of(module, loss_fn, *call.rebuild(tensors), inside)
+        return found, before != _drawn(device)
 
 
 def _alike(model: Fresh, traced: Traced, plan: Plan, call: Call) -> bool:

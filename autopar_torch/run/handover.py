@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RunError
 from ..shard.again import is_retained
+from .world import World
 
+_ALIKE = 0.02  # by which norms of one gradient may differ: ranks may add up in another order
 Upstream = dict[str, Tensor]  # output -> its gradient; without those that nothing was made of
 # What came, and whether more may come (`retain_graph`) -> the gradient of every parameter
 Finish = Callable[[Upstream, bool], Sequence[Tensor | None]]
+Anew = Callable[[Upstream, Sequence[Tensor]], Sequence[Tensor | None]]  # of these tensors
+NOTHING = None, None, None, None  # for what comes before them
 
 
 @dataclass
@@ -36,9 +41,9 @@ class LossScale:
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, values: dict[str, Tensor], finish: Finish,
-                *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.names, ctx.finish = tuple(values), finish
+    def forward(ctx: Any, anchor: Tensor, values: dict[str, Tensor], finish: Finish, again: Anew,
+                *learning: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.finish, ctx.again, ctx.learning = tuple(values), finish, again, learning
         ctx.set_materialize_grads(False)
         return tuple(values.values())
 
@@ -49,28 +54,28 @@ class _HandOver(torch.autograd.Function):
                            where="backward or torch.autograd.grad, a second time",
                            fix="run forward again, add losses up before one backward(), or say "
                            "retain_graph=True the first time")
-        if torch.is_grad_enabled():
-            raise RunError("a gradient of the gradients cannot be taken",
-                           where="backward or torch.autograd.grad with create_graph=True",
-                           fix="put what needs it into the model, or train in one process "
-                           "without parallelize()")
         finish, more = ctx.finish, is_retained()
         if not more:
             ctx.finish = None
         given = {name: grad for name, grad in zip(ctx.names, upstream, strict=True)
                  if grad is not None}
-        return None, None, None, *finish(given, more)
+        if not torch.is_grad_enabled():
+            return *NOTHING, *finish(given, more)
+        asked = ctx.needs_input_grad[len(NOTHING):]
+        found = iter(ctx.again(given, [x for x, is_asked in zip(ctx.learning, asked, strict=True)
+                                       if is_asked]))
+        return *NOTHING, *(next(found) if is_asked else None for is_asked in asked)
 
 
-def promise(anchor: Tensor, values: dict[str, Tensor], params: Sequence[Tensor],
-            finish: Finish) -> dict[str, Tensor]:
-    """The same values, whose backward asks `finish` for the gradients of `params`; more than once
-    if the graph is retained."""
-    made = cast(Any, _HandOver.apply)(anchor, values, finish, *params)
+def promise(anchor: Tensor, values: dict[str, Tensor], learning: Sequence[Tensor],
+            finish: Finish, again: Anew) -> dict[str, Tensor]:
+    """The same values, whose backward asks `finish` for the gradients of all that learns, more than
+    once if the graph is retained; or `again`, for gradients that can be differentiated."""
+    made = cast(Any, _HandOver.apply)(anchor, values, finish, again, *learning)
     return dict(zip(values, made, strict=True))
 
 
-def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
+def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]], again: Anew,
               scale: float = 1.0, told: LossScale | None = None,
               check: Callable[[], None] = lambda: None) -> Tensor:
     """A loss whose backward gives the parameters their gradients, as parts where they are parts:
@@ -88,7 +93,23 @@ def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]],
         found, kept[:] = list(kept), []
         return found
 
-    return promise(anchor, {"loss": loss}, [param for param, _ in grads], finish)["loss"]
+    return promise(anchor, {"loss": loss}, [x for x, _ in grads], finish, again)["loss"]
+
+
+def check_alike(world: World, upstream: Upstream) -> None:
+    """All ranks must be here, with the same gradients; they meet in a group of its own."""
+    if world.size == 1:
+        return
+    norm = torch.stack([g.detach().double().norm() for g in upstream.values()]).norm()
+    ends = torch.stack([norm, -norm])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.aside)
+    most, least = ends[0].item(), -ends[1].item()
+    if most - least > _ALIKE * most:
+        raise RunError(
+            f"the gradients of the outputs differ between ranks: their norms are {least:.3g} "
+            f"to {most:.3g}", where="backward of a loss outside of the model",
+            fix="compute the same loss of the whole outputs on every rank: with the global "
+            "targets, and the same random numbers")
 
 
 @contextlib.contextmanager

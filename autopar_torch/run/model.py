@@ -26,6 +26,7 @@ from ..timeline import Timeline
 from ..trace import Traced
 from ..trace.burnt import Burnt, replaced, tensors_of
 from ..trace.call import Call
+from ..trace.form import LossFn
 from . import checkpoint, doors, full_state, move, optimizers, shardings, steps, tracing
 from .around import Around
 from .background import Writing
@@ -66,13 +67,15 @@ class ParallelModel(Around):
     numbers: OwnNumbers
 
     def __init__(self, module: nn.Module, world: World, device: torch.device, prepare: Prepare,
-                 retrace: tracing.Tracer, tracer_of: TracerOf, outputs: Sequence[str] = (),
-                 guards: Guards | None = None, batch_dim: int = 0, watch: bool = True) -> None:
+                 retrace: tracing.Tracer, tracer_of: TracerOf, loss_fn: LossFn | None = None,
+                 outputs: Sequence[str] = (), guards: Guards | None = None, batch_dim: int = 0,
+                 watch: bool = True) -> None:
         super().__init__()
         self.module, self.guards = module, guards or Guards()
         self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
-        self.outputs, self.retrace, self.tracer_of = tuple(outputs), retrace, tracer_of
+        self.outputs, self.loss_fn = tuple(outputs), loss_fn
+        self.retrace, self.tracer_of = retrace, tracer_of
         self._first: tuple[Traced, Call]
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
@@ -324,8 +327,8 @@ class ParallelModel(Around):
         with self._jointly(self.world.meeting, "deepcopy"):
             module = (copy.deepcopy if self._is_whole else copied)(self.module, memo)
             made = ParallelModel(module, self.world, self.device, self._prepare,
-                                 self.tracer_of(module), self.tracer_of, self.outputs, self.guards,
-                                 watch=False)
+                                 self.tracer_of(module), self.tracer_of, self.loss_fn,
+                                 self.outputs, self.guards, watch=False)
             vars(made.same_batch).update(vars(self.same_batch))
             if not self._is_whole:
                 made.adopt(self.plan, *self._first, whole_values(self.module))

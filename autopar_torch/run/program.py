@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import RunError
 from ..model import TensorInfo
 from ..plan import Plan, Replica
+from ..progress import warn
 from ..proof import check
 from ..schedule import Schedule, build
 from ..trace import Traced
@@ -150,7 +151,7 @@ def remember(known: list[Program], made: Program) -> Program:
         before = known[-2].state.items()
         changed = sorted(f"{where}.{key}".lstrip(".") for (where, key), _ in
                          made.state.items() - before)
-        log.warning("forward was traced %d times, as this changes: %s; a tensor, in a buffer or an "
-                    "argument, may change without that", MANY, ", ".join(changed) or "the batch")
+        warn(log, "forward was traced %d times, as this changes: %s; a tensor, in a buffer or an "
+                  "argument, may change without that", MANY, ", ".join(changed) or "the batch")
     del known[:-MOST]
     return made

@@ -8,6 +8,7 @@ The library itself works on the plain parts, under `plainly()`.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -394,10 +395,14 @@ def seen_whole(hook: Callable[[Any], Any], spread: Spread) -> Callable[[Any], An
     return call
 
 
-def _grad(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad: gradients lie as their inputs."""
+def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any,
+          **kwargs: Any) -> Any:
+    """torch.autograd.grad: gradients lie as what they are of."""
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    found = func(outputs, given, *args, **kwargs)
+    if grad_outputs is not None:
+        grad_outputs = [_fitting(x, end.spread) if isinstance(end, Sharded) else _whole(x)
+                        for end, x in zip(_each(outputs), _each(grad_outputs), strict=True)]
+    found = func(outputs, given, grad_outputs, *args, **kwargs)
     return tuple(_marked(g, x.spread if isinstance(x, Sharded) else None)
                  for x, g in zip(given, found, strict=True))
 
@@ -417,15 +422,9 @@ def _shaped_as(func: Any, x: Tensor, other: Tensor) -> Any:
     return NotImplemented if isinstance(x, Sharded) else _outlined(func, x, other)
 
 
-def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ask the part: it answers as the whole tensor would."""
-    return func(*args, **kwargs)
-
-
-_SHAPES = (
-    "get shape", "size", "stride", "is_contiguous", "numel", "nelement", "get nbytes", "__len__",
-    "dim", "ndimension", "get ndim",
-)
+_asked = operator.call  # of the part, which answers as the whole tensor would
+_SHAPES = ("get shape", "size", "stride", "is_contiguous", "numel", "nelement", "get nbytes",
+           "__len__", "dim", "ndimension", "get ndim")
 _AS_IT_IS = (
     "requires_grad_", "retain_grad", "backward", "is_floating_point", "is_complex",
     "is_inference", "element_size", "data_ptr", "untyped_storage", "storage", "get_device",

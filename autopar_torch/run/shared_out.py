@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
+from ..progress import warn
 from ..trace.call import Call
 from ..trace.effects import refuse_messages
 from ..trace.form import Form, LossFn, Named, outputs_of
@@ -162,7 +163,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
                 return trial.judged(rows, tensors, labels,
                                     [_as_type(tensors, dtype)] if more else [])
     if count > 1:
-        log.warning("whether rows depend on each other could not be tried on %d rows", count)
+        warn(log, "whether rows depend on each other could not be tried on %d rows", count)
     return Shares()
 
 

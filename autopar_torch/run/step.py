@@ -12,21 +12,20 @@ from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PlanError, RunError
 from ..model import ModelGraph
 from ..plan import Plan, Replica
+from ..progress import warn
 from ..schedule import Schedule, rest
 from ..shard.collectives import arrive
-from ..trace.burnt import Burnt
 from ..trace.call import Call
 from .batches import Settle
-from .doors import Turns
 from .executor import Executor, Mail
 from .first_step import FirstStep
-from .handover import LossScale, Upstream, hand_over, promise
+from .grads_of_grads import Asked, OnceMore
+from .handover import LossScale, Upstream, check_alike, hand_over, promise
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
@@ -35,20 +34,16 @@ from .record import SILENT, Recorder, Silent
 from .returned import leave
 from .sharded import local
 from .stage import Values
-from .world import World
 
 log = logging.getLogger("autopar_torch")
-_ALIKE = 0.02  # by which norms of one gradient may differ: ranks may add up in another order
 COSTS = ("the loss is made outside of the model: all micro-batches of a step are kept until its "
          "backward (as under GPipe), and whole outputs go to every rank. A model that returns its "
          "loss, or parallelize(..., loss_fn=) with target=, needs less")
 
 
-class Planned(Protocol):
+class Planned(Asked, Protocol):
     """What a step needs of the model that it is a step of."""
 
-    world: World
-    device: torch.device
     graph: ModelGraph
     replica: int | None
     training: bool
@@ -57,14 +52,9 @@ class Planned(Protocol):
     recorder: Recorder | Stopwatch | Silent
     non_finite: NonFinite
     loss_scale: LossScale
-    turns: Turns
     num_steps: int
-    module: nn.Module
-    burnt: Burnt
     first: FirstStep | None
 
-    @property
-    def plan(self) -> Plan: ...
     @property
     def store(self) -> ParamStore: ...
     @property
@@ -79,7 +69,7 @@ class RankStep:
     def __init__(self, parallel: Planned, program: Program, call: Call,
                  tensors: list[Tensor], settle: Settle) -> None:
         self.parallel, self.program, self.call = parallel, program, call
-        self.tensors = [t.detach() for t in tensors]
+        self.asked_with, self.tensors = tensors, [t.detach() for t in tensors]
         self.given = {name: (tensor, has_rows) for name, tensor, has_rows in zip(
             program.prologue.inputs, tensors, call.rows, strict=True)
             if name in program.traced.graph.given}
@@ -134,14 +124,15 @@ class RankStep:
             runner.loss_scale = 0.0 if self.rowless else scale * share
             runner.live = self.program.traced.graph.leading_to(("loss",))
         values = self._compared(self._outputs(back=True))
+        once_more = self._once_more({"loss": values["loss"]})
         results = self.executor.results if self.speaks else {}
         parts = {self.rows[mb]: value["loss"] for mb, value in results.items()}
         parallel.non_finite.check(parallel.num_steps, parallel.replica, values["loss"], parts)
         tensors = parallel.store.tensors
         grads = [(tensors[name], grad) for name, grad in self._finish_grads().items()]
         grads += self._grads_of_batch()
-        loss = hand_over(parallel.anchor, values.pop("loss"), grads, scale, parallel.loss_scale,
-                         self._refuse_moved)
+        loss = hand_over(parallel.anchor, values.pop("loss"), grads, once_more.grads, scale,
+                         parallel.loss_scale, self._refuse_moved)
         return self._left({"loss": loss, **_not_for_losses(parallel.anchor, values, self.program)})
 
     def promised(self) -> Values:
@@ -163,9 +154,13 @@ class RankStep:
                 return [*map(grads.get, params), *(grad for _, grad in self._grads_of_batch())]
 
         learning = [*params.values(), *(tensor for tensor, _ in self.given.values())]
-        return self._left({**values, **promise(parallel.anchor, ends, learning, finish)})
+        return self._left({**values, **promise(parallel.anchor, ends, learning, finish,
+                                               self._once_more(ends).grads)})
 
     # --- what they share ------------------------------------------------------------------------
+
+    def _once_more(self, ends: Values) -> OnceMore:
+        return OnceMore(self.parallel, self.call, self.asked_with, ends)
 
     @cached_property
     def executor(self) -> Executor:
@@ -281,22 +276,6 @@ class RankStep:
             yield tensor, self.world.sum(grad).to(tensor.dtype)
 
 
-def check_alike(world: World, upstream: Upstream) -> None:
-    """All ranks must be here, with the same gradients; they meet in a group of its own."""
-    if world.size == 1:
-        return
-    norm = torch.stack([g.detach().double().norm() for g in upstream.values()]).norm()
-    ends = torch.stack([norm, -norm])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.aside)
-    most, least = ends[0].item(), -ends[1].item()
-    if most - least > _ALIKE * most:
-        raise RunError(
-            f"the gradients of the outputs differ between ranks: their norms are {least:.3g} "
-            f"to {most:.3g}", where="backward of a loss outside of the model",
-            fix="compute the same loss of the whole outputs on every rank: with the global "
-            "targets, and the same random numbers")
-
-
 def _not_for_losses(anchor: Tensor, values: Values, program: Program) -> Values:
     """Outputs beside a loss, whose backwards have run: nothing more can be made of them."""
 
@@ -307,9 +286,9 @@ def _not_for_losses(anchor: Tensor, values: Values, program: Program) -> Values:
                        "that it returns no loss and compute all of it outside; or detach() it")
 
     ends = {name: x for name, x in values.items() if program.info(name).grad}
-    return {**values, **promise(anchor, ends, (), refuse)} if ends else values
+    return {**values, **promise(anchor, ends, (), refuse, refuse)} if ends else values
 
 
 @cache
 def _tell_costs() -> None:
-    log.warning(COSTS)
+    warn(log, COSTS)

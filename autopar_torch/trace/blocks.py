@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ..model import ROWS, TensorInfo
+from ..shard import loss_sums
 from ..shard.layout import WHOLE, Layout, Strategy
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import flops, has_rule, has_tag, is_mutable, op_name, writers
@@ -58,7 +59,8 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource],
         main = params | cut | set(given_nodes(graph, sources))
         for node in graph.nodes:
             if node.op == "call_function" and (
-                    has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)):
+                    has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)
+                    ) and node.target is not loss_sums.count_values:  # rows have no gradients
                 main.add(node)
         chain = {node for node in main if node.op == "call_function"}
         read = {n for node in chain for n in node.all_input_nodes} & buffers
