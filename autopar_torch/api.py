@@ -380,10 +380,9 @@ def _untraced(parallel: ParallelModel, given: Plan | None, asked: _Request, erro
     """Replicas of the module as it is, or the reason why not."""
     if given is not None and any(len(r.stages) + len(r.stages[0].devices) > 2
                                  for r in given.replicas):
-        raise TraceError(
-            error.what, where=error.where,
-            fix=f"{error.fix}{'; or ' * bool(error.fix)}data parallelism (tp=1, pp=1) may take it",
-        ) from error
+        others = "data parallelism (tp=1, pp=1) may take it"
+        raise TraceError(error.what, where=error.where, fix=error.fix if others in error.fix
+                         else "; or ".join(filter(None, (error.fix, others)))) from error
     place = parallel.world
     if given is None:
         done = replace(honoured.done_alone(asked.limits), dp=place.size, num_micro_batches=1,

@@ -82,6 +82,18 @@ def _taught(model: Any) -> list[Tensor]:
     return [*losses, *teacher.state_dict().values()]
 
 
+def _frozen(model: Any) -> list[Tensor]:
+    """A copy that is detached, as libraries of moving averages do."""
+    other = copy.deepcopy(model)
+    for param in other.parameters():
+        param.detach_()
+    found = _taught(model)
+    with torch.no_grad():
+        for own, new in zip(other.parameters(), model.parameters(), strict=True):
+            own.lerp_(new, 0.5)
+    return [*found, *other.state_dict().values()]
+
+
 def _two(model: Any) -> list[Tensor]:
     """Two of a kind, of which each trains, the copy first."""
     other = copy.deepcopy(model)
@@ -96,7 +108,7 @@ def _two(model: Any) -> list[Tensor]:
 
 def same(*plans: dict[str, Any] | None, branches: bool = False) -> None:
     for plan in plans:
-        for use in (_averaged, _taught, _two):
+        for use in (_averaged, _taught, _frozen, _two):
             torch.manual_seed(0)
             plain = Net(branches).double()
             given = plan and ap.Plan.uniform(**plan)

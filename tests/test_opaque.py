@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar_torch as ap
 import claims
-from autopar_torch.errors import PlanError
+from autopar_torch.errors import PlanError, TraceError
 
 WIDTH, NUM_ROWS = 8, 6
 
@@ -119,6 +119,37 @@ class Talks(Branch):
         return super().forward(x)
 
 
+class Skips(Branch):
+    """Most rows pass a part of it by; in some batches, or some replicas, all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.inner(x)
+        rows = (x.amax(1) > 2).nonzero()[:, 0]
+        return out.index_add(0, rows, self.other(x[rows])) if len(rows) else out
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(WIDTH, WIDTH), Skips()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.shared(torch.tanh(self.first(self.shared(x))))
+
+
+class Moves(Branch):
+    """Writes to a parameter, past autograd, as codebooks do."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        self.inner.bias.data.mul_(0.5)
+        return out
+
+
 class Net(nn.Module):
     def __init__(self, last: type[nn.Module] = Branch) -> None:
         super().__init__()
@@ -171,6 +202,40 @@ def claim_replicas_do_together_what_looks_at_all_rows() -> None:
 def claim_a_module_that_communicates_is_refused_before_it_waits() -> None:
     with pytest.raises(PlanError, match="communicates by itself"):
         ap.parallelize(Net(Talks), _batch(), plan=ap.Plan.uniform(dp=2))
+
+
+def _skipped(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(5):
+        x = torch.randn(NUM_ROWS, WIDTH, generator=draw).clamp(-1, 1)
+        x[NUM_ROWS // 2] += 4 * (step in (0, 3))  # for one replica
+        loss = model(x).square().mean()
+        loss.backward()
+        grads = [p.grad for name, p in model.named_parameters() if "other" in name]
+        found += [loss.detach(), torch.tensor([g is None for g in grads])]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *model.state_dict().values()]
+
+
+def claim_what_a_batch_passes_by_has_no_gradient() -> None:
+    """A layer that is used twice, with momentum and decay, which would move it."""
+    plain = Twice()
+    args: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    want = _skipped(other := copy.deepcopy(plain), torch.optim.SGD(other.parameters(), **args))
+    for plan in {"tp": 2}, {"dp": 2}, {"dp": 2, "zero": 3}:
+        model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**plan))
+        got = _skipped(model, torch.optim.SGD(model.parameters(), **args))
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(a, b, msg=f"{plan}")
+
+
+def claim_a_module_that_writes_to_a_parameter_is_refused() -> None:
+    before = Net(Moves)
+    with pytest.raises(TraceError, match=r"changes its tensor inner.bias"):
+        ap.parallelize(before, _batch(), plan=ap.Plan.uniform(tp=2))
+    torch.testing.assert_close(dict(before.state_dict()), dict(Net(Moves).state_dict()))
 
 
 def claim_opaque_modules_run_on_their_stages() -> None:

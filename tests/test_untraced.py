@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import autopar_torch as ap
 import claims
 from autopar_torch.errors import PlanError
+from autopar_torch.run.copies import apart
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "num_micro_batches": 2}
@@ -327,6 +328,27 @@ def test_the_plan_of_an_untraceable_model_says_what_is_done(
     assert parallel.plan.num_micro_batches == 1 and parallel.plan.precision == "bfloat16"
     assert not parallel.plan.replicas[0].stages[0].recompute
     assert "cannot be traced: num_micro_batches, recompute" in caplog.text
+
+
+def test_a_model_with_the_old_weight_norm_can_be_tried() -> None:
+    """Its weight is no leaf, which torch does not copy."""
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(layer)
+    made = apart(layer)
+    assert torch.equal(made(torch.ones(1, 4)), layer(torch.ones(1, 4)))
+    assert not {id(p) for p in made.parameters()} & {id(p) for p in layer.parameters()}
+
+
+def test_a_models_own_train_is_called() -> None:
+    class Layer(nn.Linear):
+        def train(self, positive: Any = True, negative: Any = None) -> Any:  # type: ignore[override]
+            return super().train(positive) if negative is None else positive + negative
+
+    model = ap.parallelize(Layer(4, 4))
+    assert model.train(torch.ones(1), torch.ones(1)) == 2
+    assert model.train(False) is model and not model.training and not model.module.training
 
 
 def test_an_untraceable_model_gets_its_weights(tmp_path: Path) -> None:

@@ -56,9 +56,11 @@ class Around(nn.Module):
 
     register_module = add_module
 
-    def train(self, mode: bool = True) -> Self:
-        self.module.train(mode)
-        self.training = mode
+    def train(self, mode: Any = True, *more: Any, **named: Any) -> Any:
+        if more or named or not isinstance(mode, int):  # a method of the model's own
+            return self.module.train(mode, *more, **named)  # type: ignore[call-arg]
+        self.module.train(bool(mode))
+        self.training = bool(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:

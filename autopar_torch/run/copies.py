@@ -23,6 +23,14 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def apart(module: nn.Module) -> nn.Module:
+    """A copy with tensors of its own, also of those that forward makes and keeps, as old weight
+    norms do, which torch does not copy."""
+    kept = [value for own in module.modules() for value in vars(own).values()
+            if isinstance(value, Tensor) and not value.is_leaf]
+    return copy.deepcopy(module, {id(value): value.detach().clone() for value in kept})
+
+
 def whole_values(module: nn.Module) -> Callable[[str], Tensor]:
     """The full tensor of every name; all ranks must ask in one order."""
     tensors = tensors_of(module)

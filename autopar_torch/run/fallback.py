@@ -60,7 +60,7 @@ def adopt(parallel: ParallelModel, plan: Plan, error: TraceError,
     """Train the module as it is, every rank on its rows; say why, on every rank."""
     reason = f"{error.what} ({error.where})"
     if parallel.world.size > 1:
-        _refuse_whole_batch(parallel.module, reason)
+        parallel.world.jointly(lambda: _refuse_whole_batch(parallel.module, reason))
     if any(t.is_meta for t in parallel.module.parameters()):
         raise PlanError("a model on meta cannot be trained untraced", where=reason,
                         fix="build it on a real device, or make forward traceable")

@@ -3,7 +3,6 @@ module makes of it in one process. Rank 0 looks, where that takes little time.""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +20,7 @@ from ..trace.burnt import user_hooks
 from ..trace.call import Call
 from ..trace.effects import python_numbers
 from ..trace.form import LossFn, outputs_of
+from .copies import apart
 from .randomness import generators, untouched
 from .world import World
 
@@ -74,8 +74,8 @@ def of(model: Fresh, traced: Traced, plan: Plan, call: Call,
     """Nothing is wanted where the module draws numbers, or another rank looks."""
     if model.world.rank or not model.guards.first_step or not _alike(model, traced, plan, call):
         return FirstStep(call, {})
-    try:  # on a copy with the same parameters: forward may keep something
-        module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
+    try:
+        module = apart(model.module)  # forward may keep something, or write to a parameter
         with torch.enable_grad():  # forward may ask for gradients
             found, drew = as_it_is(module, call, tensors, model.loss_fn, model.device)
     except Exception as error:  # whatever it is: the plan is what trains

@@ -351,7 +351,8 @@ class Reducer:
         chain = any(len(replica.stages) > 1 for replica in store.plan.replicas)
         for held in (held for bucket in joint for held in bucket.helds):
             # A single bucket starts when the backward ends: without a pipeline, with the step.
-            if chain or len(joint) > 1 or store.gathers_per_use(held):
+            if held.leaf.requires_grad and (
+                    chain or len(joint) > 1 or store.gathers_per_use(held)):
                 held.leaf.register_post_accumulate_grad_hook(self._hook(held))
 
     def _hook(self, held: Held) -> Callable[[Tensor], None]:
@@ -362,9 +363,10 @@ class Reducer:
         """Parameters that got gradients on this rank since the step began."""
         return set().union(*(bucket.reached for bucket in self.buckets))
 
-    def begin(self, in_step: bool) -> None:
-        """A new step; `in_step`: every replica has the same number of micro-batches."""
-        self.sums, self.final = {}, frozenset()
+    def begin(self, in_step: bool, varies: bool) -> None:
+        """A new step; `in_step`: every replica has the same number of micro-batches; `varies`: some
+        gradients may come on some ranks only, so no bucket starts before the backward ends."""
+        self.sums, self.final, self.varies = {}, frozenset(), varies
         self.per_micro_batch = self.store.plan.zero >= 2 and in_step
         for bucket in self.buckets:
             bucket.waiting = set(bucket.names)
@@ -375,7 +377,7 @@ class Reducer:
         held = self.store.held[name]
         if self.store.gathers_per_use(held):
             self.store.release(held)
-        if name in self.final:
+        if name in self.final and not self.varies:
             bucket = self.bucket_of[name]
             bucket.waiting.discard(name)
             if not bucket.waiting:

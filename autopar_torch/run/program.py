@@ -16,6 +16,7 @@ from ..proof import check
 from ..schedule import Schedule, build
 from ..trace import Traced
 from ..trace.burnt import Burnt
+from ..trace.opaque import calls_modules
 from ..trace.row_branches import holds
 from .params import ParamStore
 from .prologue import Prologue
@@ -42,6 +43,7 @@ class Program:
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, store.buffers, store.device)
         self.draws = world.size > 1 and draws(traced.programs.values())
+        self.varies = calls_modules(traced.programs.values())
         self._schedules: dict[tuple[int, bool, str], Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of
         # Parameters that get gradients, by the outputs that these come from, once it has run.

@@ -10,7 +10,6 @@ Parameters, buffers and random numbers are left as they were.
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from ..progress import warn
 from ..trace.call import Call
 from ..trace.effects import refuse_messages
 from ..trace.form import Form, LossFn, Named, outputs_of
+from .copies import apart
 from .nonfinite import Rows
 from .randomness import untouched
 
@@ -135,7 +135,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
     with untouched(device), torch.random.fork_rng(devices=[]):
         for dtype, limit in LIMIT.items():
             rows = _as_type(call.slice(tensors, 0, count), dtype)
-            own = copy.deepcopy(model)
+            own = apart(model)
             trial = _RowsTrial(own.to(dtype) if dtype else own, call, loss_fn, device, limit)
             labels, kept = _Labels(), list[int]()
 
@@ -203,7 +203,7 @@ class _RowsTrial:
 
     def run(self, tensors: list[Tensor]) -> _Tried:
         """Every run begins alike: with the same buffers, attributes and numbers drawn."""
-        model = copy.deepcopy(self.model)
+        model = apart(self.model)
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0

@@ -183,7 +183,7 @@ class RankStep:
         with self.recorder.computing("refresh"):
             parallel.store.refresh()
         if back:
-            parallel.reducer.begin(self.in_step)
+            parallel.reducer.begin(self.in_step, program.varies)
         values: Values = {}
         sums: list[Any] = []
         pace = self.recorder if isinstance(self.recorder, Stopwatch) else None
@@ -243,7 +243,7 @@ class RankStep:
                     for name, grad in upstream.items()}
         for runner in program.stages.values():
             runner.live, runner.keeps = self.program.traced.graph.leading_to(upstream), more
-        parallel.reducer.begin(self.in_step)
+        parallel.reducer.begin(self.in_step, program.varies)
         if program.stages:
             schedule = program.schedule(len(self.rows), True, "gpipe")
             self._run(rest(schedule), True, lambda _: None)
@@ -257,7 +257,7 @@ class RankStep:
         with self.recorder.exchanging("reduce"):
             sums = parallel.reducer.finish()
         tensors = parallel.store.tensors
-        if given not in known:
+        if given not in known or self.program.varies:
             everyone = self.world.gather(parallel.reducer.reached)
             known[given] = [name for name in tensors if any(name in names for names in everyone)]
         return {name: sums[name] if name in sums else torch.zeros_like(local(tensors[name]))

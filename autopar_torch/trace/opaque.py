@@ -7,7 +7,7 @@ does with them, so it couples rows until a test says otherwise, and is whole on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ def bind(graphs: Sequence[fx.Graph], model: nn.Module) -> None:
             node.target.model = model
         elif isinstance(node.target, Together):
             bind([node.target.graph], model)
+
+
+def calls_modules(graphs: Iterable[fx.Graph]) -> bool:
+    """Whether what runs, and what gets gradients, may depend on the data."""
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return any(isinstance(target, OpaqueModule) or (
+        isinstance(target, Together) and calls_modules([target.graph])) for target in targets)
 
 
 # --- which module -----------------------------------------------------------------------------
@@ -181,9 +188,10 @@ def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list
 
 
 def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
-    """What it returns; it may not change its buffers, as what is put in their place is dropped."""
+    """What it returns; it may not change its tensors, as what is put in their place is dropped."""
     names, module = own.names, own.model.get_submodule(own.path)  # type: ignore[union-attr]
     before = {name: (x, x._version) for name, x in zip(names, given, strict=False)}
+    values = [x.clone() for x, _ in before.values()]  # writing to `.data` makes no new version
     after: dict[str, tuple[Tensor, int]] = {}
     hook = module.register_forward_hook(lambda module, *_: after.update(
         (name, (x, x._version)) for name, x in module.named_buffers()))
@@ -195,6 +203,9 @@ def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
     for name, (value, version) in after.items():
         if value is not before[name][0] or version != before[name][1]:
             raise _refusal(own.path, f"changes its buffer {name}")
+    for (name, (now, _)), value in zip(before.items(), values, strict=True):
+        if not torch.equal(now, value):
+            raise _refusal(own.path, f"changes its tensor {name}")
     return tree
 
 

@@ -112,7 +112,7 @@ def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: S
                 known |= {node: _lies(node) for node in (*group, *leaving(tried))}
                 inside |= tried
                 break
-        if why and around.local:
+        if why and around.local and not _moves(piece.graph):
             shares.local(piece, left[0], found.flow, known, around.num_rows)
             loose.append(left[0])
         elif why:
@@ -433,3 +433,8 @@ def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int | None, outer: int,
     size = whole.double().abs().max() if whole.numel() else 0.0
     return all(one.shape == whole.shape and bool(((one.double() - whole.double()).abs()
                <= limit * (size + 1e-30) + noise).all()) for one in rounds)
+
+
+def _moves(graph: fx.Graph) -> bool:
+    """Whether something but batch norm writes to a buffer: parts would make different ones."""
+    return any(is_mutable(node) and op_name(node) != "batch_norm" for node in graph.nodes)
