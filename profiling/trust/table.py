@@ -239,7 +239,9 @@ def warm_up() -> None:
 
 def _chosen(options: argparse.Namespace) -> list[Case]:
     if options.only:
-        return [CASES[name] for name in options.only.split(",")]
+        if unknown := set(names := options.only.split(",")) - CASES.keys():
+            raise SystemExit(f"no such script: {', '.join(sorted(unknown))}; --list names them")
+        return [CASES[name] for name in names]
     if options.quick:
         return [CASES[name] for name in QUICK]
     asked = ("cases", "scripts", *(("strangers", "losses") if options.all else ()))
