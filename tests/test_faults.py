@@ -18,7 +18,15 @@ from torch.distributed import TCPStore
 from autopar_torch import Plan, files
 from autopar_torch.errors import AutoparError, PlanError, RunError
 from autopar_torch.run import lookout, meet
-from autopar_torch.run.standing import IN_CODE, Beat, JointCall, Member, Standing, Verdict
+from autopar_torch.run.standing import (
+    IN_CODE,
+    IN_COLLECTIVE,
+    Beat,
+    JointCall,
+    Member,
+    Standing,
+    Verdict,
+)
 from autopar_torch.run.world import World, start
 from jobs import Job, free_port
 from ranks import run_ranks
@@ -194,14 +202,21 @@ def standing(
 def test_calls_that_differ_are_named_though_one_rank_has_gone_on() -> None:
     own = JointCall(5, "forward", "clip_grad_norm_")
     other = Beat(9, JointCall(6, "forward", "evaluation"), "forward", 7, "")
-    found = standing(own, {1: other}).elsewhere(3)
-    assert found and "call 5 is evaluation and forward" in found.what
+
+    def found(other: Beat, **before: Any) -> Verdict | None:
+        earlier = structs.replace(other, **{"count": 7, **before})
+        return standing(own, {1: other}).elsewhere({1: earlier}, 3)
+
+    named = found(other)
+    assert named and "call 5 is evaluation and forward" in named.what
     ahead = structs.replace(other, call=JointCall(6, "forward", "forward"))
-    assert standing(own, {1: ahead}).elsewhere(3) is None  # it may be that only this rank is late
-    assert standing(own, {1: structs.replace(other, since_s=1)}).elsewhere(3) is None
-    assert standing(own, {1: structs.replace(other, action=IN_CODE)}).elsewhere(3) is None
-    long_ago = structs.replace(other, call=JointCall(9, "forward", "evaluation"))
-    assert standing(own, {1: long_ago}).elsewhere(3) is None
+    assert found(ahead) is None  # it may be that only this rank is late
+    assert found(structs.replace(other, since_s=1)) is None
+    assert found(structs.replace(other, action=IN_CODE)) is None
+    assert found(structs.replace(other, call=JointCall(9, "forward", "evaluation"))) is None
+    waits = structs.replace(other, call=JointCall(4, "state_dict"), action=IN_COLLECTIVE)
+    assert found(waits) and found(waits, line="train.py:1 in main") is None  # it has gone on since
+    assert found(waits, count=9) is None  # its word may be of long ago: this machine stood still
 
 
 def test_an_exception_is_told_before_an_end_and_an_end_only_of_who_did_less() -> None:

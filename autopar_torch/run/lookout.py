@@ -158,7 +158,8 @@ class Lookout:
     def _check(self, waited_s: float) -> Verdict | None:
         standing = self._standing()
         self.first_beats = self.first_beats or standing.beats
-        found = self._cause(standing) or standing.elsewhere(self.limit_s * FIRST_CHECK)
+        found = self._cause(standing) or standing.elsewhere(
+            self.first_beats, self.limit_s * FIRST_CHECK)
         if found is None and waited_s >= self.limit_s:
             found = standing.silent(self.first_beats, waited_s)
         limit_s = max(self.limit_s, LONG_S) if str(self.action) in LONG else self.limit_s

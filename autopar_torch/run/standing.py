@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -141,13 +141,16 @@ class Standing(Struct, frozen=True):
     def _last(self, rank: int) -> str:
         return f"its last sign of life (one a second): {self.beats.get(rank, 'unknown')}"
 
-    def elsewhere(self, since_s: float) -> Verdict | None:
-        """A rank that waits in another call than this one, though all ranks make the same calls."""
+    def elsewhere(self, before: Mapping[int, Beat], since_s: float) -> Verdict | None:
+        """A rank that waits in another call than this one, though all ranks make the same calls:
+        it said so `before`, and says so still, so that it is no word of long ago."""
         own = self.doing
         for rank, beat in self.beats.items():
             number = min(own.call.number, beat.call.number)
             names = {own.call.name_of(number), beat.call.name_of(number)} - {""}
-            if beat.since_s < since_s:
+            said = before.get(rank, beat)
+            if (beat.since_s < since_s or said.count == beat.count
+                    or (said.call, said.action, said.line) != (beat.call, beat.action, beat.line)):
                 continue
             if beat.action == IN_COLLECTIVE and beat.call.number < own.call.number:
                 return Verdict(f"ranks wait for each other: {self.own} is {own}; "
@@ -194,20 +197,19 @@ BROKEN = Verdict("a connection to another rank broke, and all ranks that can be 
                  "see the logs of the others, and the network between the machines")
 
 
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def exchanges(frame: FrameType | None) -> bool:
     """Whether this frame is inside torch.distributed."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_filename.endswith("distributed_c10d.py") for f in _outward(frame))
 
 
 def line_of(frame: FrameType | None) -> str:
     """The innermost line that is no library's."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in LIBRARIES):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
+    lines = ((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in _outward(frame))
+    return next((f"{file}:{line} in {name}" for file, line, name in lines
+                 if not any(part in file for part in LIBRARIES)), "")
