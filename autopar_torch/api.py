@@ -114,7 +114,7 @@ def parallelize(
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
-                             limits.batch_statistics == "local")
+                             limits.batch_statistics == "local", in_order=size == 1)
         return tracing.once(own, place, module)
 
     parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, loss_fn,
@@ -261,7 +261,7 @@ def measure(
     place = world.World(rank, size)
     call, tensors = take_apart(*as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
-                         limits.batch_statistics == "local")
+                         limits.batch_statistics == "local", in_order=size == 1)
     call, tensors, traced = tracing.in_rows_or_one(tracing.once(own, place, model), call, tensors,
                                                    True, ("loss",))
     with untouched(world.device()):

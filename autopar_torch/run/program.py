@@ -42,7 +42,7 @@ class Program:
         self.state, self.number = burnt.described(traced.reads), burnt.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, store.buffers, store.device)
-        self.draws = world.size > 1 and draws(traced.programs.values())
+        self.draws = world.size > 1 and draws([*traced.programs.values(), traced.prologue])
         self.varies = calls_modules(traced.programs.values())
         self._schedules: dict[tuple[int, bool, str], Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of

@@ -1,7 +1,8 @@
 """The prologue of a step: what every stage computes for itself from the batch.
 
 Values without rows (rotary tables, the number of labels that count) are computed once, on the whole
-batch, as are those whose rows depend on each other; other values once per micro-batch.
+batch, as are those whose rows depend on each other, and numbers that are drawn, which all ranks
+draw alike; other values once per micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from ..shard.parts import rows_of
 from ..shard.rows import at_batch
-from ..shard.rules import is_mutable
+from ..shard.rules import is_mutable, is_random
 from ..trace import Traced
 from ..trace.call import Call
 
@@ -24,7 +25,7 @@ def split_names(traced: Traced, names: Iterable[str]) -> tuple[list[str], list[s
     nodes = {node.name: node for node in traced.prologue.nodes}
     once = traced.rowless.union(traced.mixed)
     rowful = [n for n in names if n not in once]
-    whole = {n for n in names if n in once}
+    whole = {n for n in names if n in once} | {n.name for n in nodes.values() if is_random(n)}
     stack = [nodes[n] for n in rowful]
     seen: set[fx.Node] = set()
     while stack:
@@ -42,7 +43,8 @@ def split_names(traced: Traced, names: Iterable[str]) -> tuple[list[str], list[s
 def _is_given(node: fx.Node, traced: Traced) -> bool:
     """Whether it is taken from the whole batch instead of being computed again."""
     written = any(is_mutable(user) for user in node.users if user.op == "call_function")
-    return node.op == "call_function" and node.name in traced.rowless and not written
+    return is_random(node) or (
+        node.op == "call_function" and node.name in traced.rowless and not written)
 
 
 def program(traced: Traced, names: Sequence[str], given: Iterable[str], rows: int,
@@ -84,7 +86,8 @@ class Prologue:
             return {}
         key = (per_micro_batch, rows)
         if key not in self.modules:
-            given = set(self.whole).difference(self.traced.mixed) if per_micro_batch else []
+            nodes = self.traced.prologue.nodes if per_micro_batch else ()
+            given = {n.name for n in nodes if n.name in self.whole and _is_given(n, self.traced)}
             made = program(self.traced, names, given, rows, self.device)
             args = [node.name for node in made.graph.find_nodes(op="placeholder")]
             self.modules[key] = made, args, sorted(names, key=self.order.index)

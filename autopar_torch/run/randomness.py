@@ -20,9 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..shard.collectives import apart, generator
-from ..shard.lower import is_random
-from ..shard.rules import has_tag, op_name
-from ..trace.blocks import SEEDED
+from ..shard.rules import is_random
 from .agree import digest
 from .world import World
 
@@ -49,9 +47,7 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 def draws(graphs: Iterable[fx.Graph]) -> bool:
     """Whether any op of these draws numbers."""
-    return any(has_tag(node, SEEDED) and (
-        op_name(node) != "scaled_dot_product_attention" or is_random(node))
-        for graph in graphs for node in graph.nodes)
+    return any(is_random(node) for graph in graphs for node in graph.nodes)
 
 
 class OwnNumbers:
@@ -65,6 +61,15 @@ class OwnNumbers:
         """Draw those of the next step."""
         number = digest(self.seed, self.place, self.step)
         self.step += 1
+        with self._from(number):
+            yield
+
+    def drawing_alike(self) -> contextlib.AbstractContextManager[None]:
+        """Draw those that all places share in the next step."""
+        return self._from(digest(self.seed, "alike", self.step))
+
+    @contextlib.contextmanager
+    def _from(self, number: int) -> Iterator[None]:
         with untouched(self.device, python=False):
             for one in generators(self.device):
                 one.manual_seed(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
 from .program import Program
+from .randomness import OwnNumbers
 from .record import SILENT, Recorder, Silent
 from .returned import leave
 from .sharded import local
@@ -53,6 +55,7 @@ class Planned(Asked, Protocol):
     non_finite: NonFinite
     loss_scale: LossScale
     num_steps: int
+    numbers: OwnNumbers
     first: FirstStep | None
 
     @property
@@ -86,7 +89,8 @@ class RankStep:
         self.in_step = len({len(span) for span in spans}) == 1
         self.speaks = parallel.speaks and not self.rowless
         try:
-            with self.recorder.computing("batch"):
+            drawing = parallel.numbers.drawing_alike() if program.draws else nullcontext()
+            with self.recorder.computing("batch"), drawing:
                 self.whole = program.prologue.for_batch(call, self.tensors)
         finally:
             settle()  # before this step's first message

@@ -28,7 +28,7 @@ Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
 def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
-           precision: Precision, local: bool) -> Tracer:
+           precision: Precision, local: bool, in_order: bool = False) -> Tracer:
     full: dict[str, ParamInfo] = {}  # later the model holds parts of its parameters
     dtype = torch.bfloat16 if precision == "bfloat16" else None
 
@@ -43,7 +43,8 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
               torch.set_grad_enabled(grads)):
             try:
                 return trace(model, call, device=device, loss_fn=loss_fn, wanted=wanted,
-                             params=known, dtype=dtype, local=local, placed=placed)
+                             params=known, dtype=dtype, local=local, placed=placed,
+                             in_order=in_order)
             except Exception as error:
                 raise _with_hint(_told(error), call, training) from error.__cause__ or error
 

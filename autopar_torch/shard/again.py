@@ -23,8 +23,8 @@ from ..cluster import CPU_CORE, GPU
 from ..plan import Recompute
 from .by_rows import first_run
 from .linear import least_delivered
-from .lower import is_random
 from .price import Prices, op_seconds
+from .rules import is_random
 
 
 class Drop(NamedTuple):

@@ -26,10 +26,9 @@ from torch.fx.passes.split_module import split_module
 from .collectives import Convert, VocabEmbedding
 from .linear import deliver, delivers, direct_linear, outer, plain_linear, product
 from .loss_sums import cross_entropy
-from .lower import is_random
 from .moved import moved, number_of, rehearsed
 from .price import VIEWS
-from .rules import op_name
+from .rules import is_random, op_name
 
 log = logging.getLogger("autopar_torch")
 LEAST_OPS = 4  # beside views: a piece of fewer gains nothing

@@ -36,7 +36,7 @@ from .parts import part
 from .price import Move, moves
 from .ring_attention import RingAttention
 from .rows import give_real_sizes
-from .rules import OPERANDS, OWNED, ShapedOp, has_tag, op_name
+from .rules import OPERANDS, OWNED, ShapedOp, is_random, op_name
 from .solve import OpWay, chosen_way, ways
 from .spatial import SpatialLinear
 from .together import AllRows, Replicas, Together
@@ -329,13 +329,6 @@ def _is_plain(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) 
 
 _BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2,
          "conv_transpose1d": 2, "conv_transpose2d": 2, "conv_transpose3d": 2}
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether an op draws numbers (dropout that drops nothing was removed when tracing)."""
-    if op_name(node) == "scaled_dot_product_attention":
-        return bool(ShapedOp(node).arg(4, "dropout_p", 0.0))
-    return has_tag(node, torch.Tag.nondeterministic_seeded)
 
 
 _PASSING = ("view", "reshape", "_unsafe_view", "slice", "to", "contiguous", "flatten", "alias")

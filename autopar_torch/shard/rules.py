@@ -80,6 +80,19 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+_IF = {"p", "dropout", "dropout_p", "train", "training"}  # arguments that are to be true for that
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an op draws numbers, which an attention without dropout, say, does not."""
+    if not has_tag(node, torch.Tag.nondeterministic_seeded):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: a.default_value for a in arguments if a.name in _IF}
+    given |= {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    return all(given[name] for name in _IF.intersection(given))
+
+
 def writers(node: fx.Node) -> list[fx.Node]:
     """Ops that write to a value. What is written has to be taken as it lies, by all that read it,
     too: converted it would be a copy, or a part."""

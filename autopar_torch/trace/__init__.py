@@ -22,7 +22,7 @@ from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import op_name, writers
 from ..shard.strategies import strategies
-from . import losses, masks, opaque, row_numbers, shares, tails
+from . import draws, losses, masks, opaque, row_numbers, shares, tails
 from .apart import mixing, picks_too
 from .blocks import TracedBlock, Traits, cut, given_nodes, mark_grads, split_main
 from .burnt import Read
@@ -59,10 +59,11 @@ class Traced:
 def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
           loss_fn: LossFn | None = None, wanted: tuple[str, ...] | None = ("loss",),
           params: dict[str, ParamInfo] | None = None, dtype: torch.dtype | None = None,
-          local: bool = False, placed: Collection[str] = ()) -> Traced:
+          local: bool = False, placed: Collection[str] = (), in_order: bool = False) -> Traced:
     """Trace once for every batch size. `params`: true shapes where the model holds shards;
     `local`: what looks at the whole batch may look at the rows of a part; `placed`: buffers that
-    not every rank has whole."""
+    not every rank has whole; `in_order`: numbers are drawn when forward does, else those that
+    depend on no parameter before the rest, for the whole batch."""
     known = params or describe_params(model)
     options: dict[str, Any] = {"device": torch.device(device), "loss_fn": loss_fn,
                                "wanted": wanted, "shapes": known, "dtype": dtype}
@@ -75,13 +76,14 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
 
             captured = few()
             if not captured.form.left:  # each layer may leave something
-                pieces, flat = _cut(captured, known, call, placed, few)
+                pieces, flat = _cut(captured, known, call, placed, few, in_order)
                 if chain := repeat(pieces, stacks):
                     return _assemble(chain, flat, captured, known, local)
     with _told():
         whole = partial(capture, model, call, **options, most_opaque=opaque.MOST)
         captured = whole()
-        return _assemble(*_cut(captured, known, call, placed, whole), captured, known, local)
+        pieces, flat = _cut(captured, known, call, placed, whole, in_order)
+        return _assemble(pieces, flat, captured, known, local)
 
 
 @contextlib.contextmanager
@@ -100,11 +102,12 @@ def _told() -> Iterator[None]:
 
 
 def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Collection[str],
-         again: Callable[..., Captured]) -> tuple[list[TracedBlock], fx.Graph]:
+         again: Callable[..., Captured], in_order: bool) -> tuple[list[TracedBlock], fx.Graph]:
     flat = _plain(captured)
     odd = row_numbers.settle(flat, _consts(flat, captured), _batch(flat, captured),
                              partial(_other, again))
     functionalize(flat, captured.sources)
+    draws.loosen(flat)
     masks.settle(flat, _known(flat, captured, call))
     drop_no_ops(flat)
     _merge_ties(flat, captured.sources)
@@ -115,7 +118,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     learning = {name for name, source in captured.sources.items()
                 if source.kind == "param" and known[source.name].trainable}
     mark_grads(flat, learning | set(compress(_inputs(captured), call.requires_grad)))
-    main = split_main(flat, captured.sources, placed)
+    main = split_main(flat, captured.sources, placed, in_order)
     if not main:
         raise TraceError("nothing in forward depends on a parameter", where="forward")
     note_factors(main)
@@ -322,7 +325,7 @@ def _surroundings(prologue: fx.Graph, captured: Captured, local: bool) -> Surrou
     num_rows.meta = {"info": TensorInfo((), "float32"), "module": ""}
     rowless = frozenset(n.name for n in prologue.nodes if not has_rows(info_of(n)))
     return Surroundings({n.name: n for n in prologue.nodes}, rowless, consts, num_rows.name,
-                        local, captured.least_rows, {})
+                        local, batch is not None, captured.least_rows, {})
 
 
 def _rows_of(prologue: fx.Graph) -> dict[str, Layout]:

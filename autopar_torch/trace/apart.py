@@ -20,7 +20,7 @@ from ..model import ROWS, TensorInfo, at_rows
 from ..shard.layout import WHOLE, Layout, Split
 from ..shard.parts import join
 from ..shard.rows import at_batch
-from ..shard.rules import is_mutable, op_name
+from ..shard.rules import is_mutable, is_random, op_name
 from .blocks import TracedBlock
 from .capture import InputSource
 from .clean import each_info, has_rows, info_of, largest
@@ -44,10 +44,11 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
     leaving = {name for piece, _ in blocks for name in piece.context.values()} | set(outputs)
     asked = [n for n in map(nodes.get, sorted(leaving)) if n is not None and n.name not in rowless
              and n.op != "placeholder" and not _only_picks(n, blocks)]
-    suspects = [n for n in _upstream(asked, rowless) if _is_suspect(n)]
-    if not suspects:
-        return frozenset()
-    found = list[list[fx.Node]]()
+    drawn = {n.name for n in prologue.nodes if is_random(n)}  # parts take of the numbers of all
+    once, found = rowless | drawn, [drawn - rowless]
+    asked = [n for n in asked if n.name not in once]
+    if not any(map(_is_suspect, _upstream(asked, once))):
+        return frozenset().union(*found)
     try:
         with torch.no_grad():
             graph = _without_others(prologue, asked)
@@ -64,11 +65,11 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
                 draw = torch.Generator("cpu").manual_seed(seed)
                 given = {n.name: made_up(info_of(n), known.get(n.name), draw, num_rows)
                          for n in graph.find_nodes(op="placeholder")}
-                found.append(_apart(graph, own, rowless, given, cut, steps))
+                found.append(_apart(graph, own, once, given, cut, steps))
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
-        found.append([n for n in asked if any(map(_is_suspect, _upstream([n], rowless)))])
-    return frozenset(n.name for nodes in found for n in nodes)
+        found.append({n.name for n in asked if any(map(_is_suspect, _upstream([n], once)))})
+    return frozenset().union(*found)
 
 
 def enough_rows(graph: fx.Graph, consts: Mapping[str, Tensor], least: int) -> int:
@@ -92,13 +93,13 @@ def enough_rows(graph: fx.Graph, consts: Mapping[str, Tensor], least: int) -> in
     return max(FEW_ROWS, 2 * math.ceil(most) + 2 if most > 1 else 0)
 
 
-def _upstream(asked: Iterable[fx.Node], rowless: frozenset[str]) -> list[fx.Node]:
-    """What is computed per part: up to values without rows, which come from the whole batch."""
+def _upstream(asked: Iterable[fx.Node], once: Collection[str]) -> list[fx.Node]:
+    """What is computed per part: up to what comes from the whole batch."""
     seen: dict[fx.Node, None] = {}
     stack = list(asked)
     while stack:
         node = stack.pop()
-        if node not in seen and node.op == "call_function" and node.name not in rowless:
+        if node not in seen and node.op == "call_function" and node.name not in once:
             seen[node] = None
             stack += node.all_input_nodes
     return list(seen)
@@ -128,7 +129,7 @@ def _are_numbers(node: fx.Node) -> bool:
     made = _upstream([node], frozenset())
     given = {arg for n in made for arg in n.all_input_nodes if arg.op == "placeholder"}
     return has_rows(info_of(node)) and all(map(_is_whole, made)) and not any(
-        has_rows(info_of(arg)) for arg in given)
+        has_rows(info_of(arg)) for arg in given) and not any(map(is_random, made))
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -215,22 +216,23 @@ def run(graph: fx.Graph, given: ByName, rows: int, wanted: Collection[str],
     return {names[own]: value for own, value in made.items() if names[own] in wanted}
 
 
-def _apart(graph: fx.Graph, asked: Sequence[fx.Node], rowless: frozenset[str], given: ByName,
-           cut: tuple[int, ...], steps: Mapping[str, int]) -> list[fx.Node]:
+def _apart(graph: fx.Graph, asked: Sequence[fx.Node], once: Collection[str], given: ByName,
+           cut: tuple[int, ...], steps: Mapping[str, int]) -> set[str]:
     """The nodes whose parts, joined, are not the whole. `steps`: see `_step`."""
-    fixed = {n.name for n in graph.nodes
-             if n.op == "call_function" and n.name in rowless and not is_mutable(n)}
+    fixed = {n.name: n for n in graph.nodes
+             if n.op == "call_function" and n.name in once and not is_mutable(n)}
     wanted = {node.name for node in asked}
-    whole = run(graph, given, sum(cut), wanted | fixed)
+    whole = run(graph, given, sum(cut), wanted | fixed.keys())
     parts, start = [], 0
     for rows in cut:
-        own = {n.name: rows_of(given[n.name], info_of(n), range(start, start + rows))
-               for n in graph.nodes if n.name in given}
-        found = run(graph, {**own, **{n: whole[n] for n in fixed}}, rows, wanted)
+        own = {n.name: rows_of(whole[n.name] if n.name in fixed else given[n.name], info_of(n),
+                               range(start, start + rows))
+               for n in graph.nodes if n.name in given or n.name in fixed}
+        found = run(graph, own, rows, wanted)
         parts.append({n: v + start * steps[n] if steps[n] else v for n, v in found.items()})
         start += rows
-    return [n for n in asked if not _joins(whole[n.name], [p[n.name] for p in parts], info_of(n),
-                                           n.meta.get("rows", WHOLE))]
+    return {n.name for n in asked if not _joins(
+        whole[n.name], [p[n.name] for p in parts], info_of(n), n.meta.get("rows", WHOLE))}
 
 
 def rows_of(value: Tensor, info: TensorInfo, rows: Sequence[int], outer: int = 1) -> Tensor:

@@ -14,20 +14,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from ..model import ROWS, TensorInfo
 from ..shard import loss_sums
 from ..shard.layout import WHOLE, Layout, Strategy
 from ..shard.rows import row_flow, rows_dim
-from ..shard.rules import flops, has_rule, has_tag, is_mutable, op_name, writers
+from ..shard.rules import flops, has_rule, is_mutable, is_random, op_name, writers
 from .capture import InputSource
 from .clean import info_of
 
 _NUMBER = re.compile(r"^\d+$")
 FEW = 4  # so many names are enough to cut at
-SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,11 @@ class TracedBlock:
     odd: frozenset[int] = frozenset()  # sizes that depend on the rows, and are no multiples of them
 
 
-def split_main(graph: fx.Graph, sources: dict[str, InputSource],
-               placed: Collection[str] = ()) -> set[fx.Node]:
-    """Nodes that depend on a parameter, chance, an input that requires a gradient, or a buffer that
-    changes or that not every rank has whole: the chain's nodes. A plan may cut what they read, so
-    what else reads it is one of them.
+def split_main(graph: fx.Graph, sources: dict[str, InputSource], placed: Collection[str] = (),
+               in_order: bool = False) -> set[fx.Node]:
+    """Nodes that depend on a parameter, an input that requires a gradient, or a buffer that changes
+    or that not every rank has whole: the chain's nodes. A plan may cut what they read, so what else
+    reads it is one of them. `in_order`: so is what draws numbers, which are drawn as forward does.
     """
     params, buffers = ({node for node in graph.find_nodes(op="placeholder")
                         if sources[node.name].kind == kind} for kind in ("param", "buffer"))
@@ -59,7 +57,8 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource],
         main = params | cut | set(given_nodes(graph, sources))
         for node in graph.nodes:
             if node.op == "call_function" and (
-                    has_tag(node, SEEDED) or any(n in main for n in node.all_input_nodes)
+                    (is_random(node) and (in_order or _stays(node)))
+                    or any(n in main for n in node.all_input_nodes)
                     ) and node.target is not loss_sums.count_values:  # rows have no gradients
                 main.add(node)
         chain = {node for node in main if node.op == "call_function"}
@@ -67,6 +66,11 @@ def split_main(graph: fx.Graph, sources: dict[str, InputSource],
         if read <= cut:
             return chain
         cut |= read
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether it draws into what exists, or more than one value, or something is written there."""
+    return is_mutable(node) or isinstance(info_of(node), tuple) or bool(writers(node))
 
 
 def given_nodes(graph: fx.Graph, sources: dict[str, InputSource]) -> list[fx.Node]:

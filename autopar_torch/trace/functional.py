@@ -31,6 +31,10 @@ _PIECES = {"split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsa
 _SWAPS = {"transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT"}
 
 
+_DRAWS = {("normal_", "default"): aten.normal_functional.default,
+          ("bernoulli_", "float"): aten.bernoulli.p}
+
+
 class _Alias(NamedTuple):
     """A value in the memory of another, and how it was made of it."""
 
@@ -249,6 +253,8 @@ class _Writes:
         if twin is None:
             copy = self._call(aten.clone.default, args[:1], {}, own, node)
             return self._call(node.target, (copy, *args[1:]), kwargs, own, node)
+        if twin is aten.bernoulli.p and not (args[1:] or kwargs):
+            args = (*args, 0.5)  # which is not written where it is the default
         made = self._call(twin, args, kwargs, own, node)
         others = [info_of(n) for n in node.all_input_nodes]
         if torch.Tag.pointwise in twin.tags and any(i.dtype != own.dtype for i in others):
@@ -321,9 +327,9 @@ def _twin(node: fx.Node) -> Any:
     name = schema_name(node).removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__") or name == "copy_":
         return None
-    if name == "normal_":
-        return aten.normal_functional.default
     overload: str = node.target._overloadname  # type: ignore[union-attr]
+    if found := _DRAWS.get((name, overload)):
+        return found
     return getattr(getattr(aten, name[:-1], None), overload, None)
 
 

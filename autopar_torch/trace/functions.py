@@ -1,5 +1,5 @@
-"""What forward tells autograd is not in a trace: hooks on tensors, and the backward that somebody
-has written for an `autograd.Function`.
+"""What forward tells autograd and generators is not in a trace: hooks on tensors, seeds, and the
+backward that somebody has written for an `autograd.Function`.
 
 If that gives the gradients of what its forward does, as it does on made-up values, nothing is lost.
 If not, the module that calls it is left as it is, and so is its backward (see opaque.py).
@@ -42,26 +42,32 @@ class OwnBackwardError(RuntimeError):
                          "which a trace does not keep")
 
 
-class HookError(RuntimeError):
-    """A trace would lose a hook."""
+class LostError(RuntimeError):
+    """A trace would lose a hook, or a seed."""
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Around a trace: stop where it would lose what backward does."""
+    """Around a trace: stop where it would lose what backward does, or which numbers are drawn."""
     saved: Any = saved_tensors_hooks.__enter__
 
     def entered(hooks: saved_tensors_hooks) -> Any:
         if type(hooks) is saved_tensors_hooks:  # others keep what was saved as it is
-            raise HookError("forward sets hooks on what is saved for backward, which a trace does "
+            raise LostError("forward sets hooks on what is saved for backward, which a trace does "
                             "not keep")
         return saved(hooks)
 
     names = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
     with (attributes_set(Tensor, **{name: _stopping(name) for name in names},
                          data=property(_data_of, DATA.__set__)),
-          attributes_set(saved_tensors_hooks, __enter__=entered), _own_backwards()):
+          attributes_set(saved_tensors_hooks, __enter__=entered), _own_backwards(),
+          attributes_set(torch, manual_seed=_seeded), attributes_set(torch.random,
+                                                                     manual_seed=_seeded)):
         yield
+
+
+def _seeded(seed: int) -> torch.Generator:
+    raise LostError("forward seeds the generator, which a trace does not keep")
 
 
 def _stopping(name: str) -> Callable[..., Any]:
@@ -69,7 +75,7 @@ def _stopping(name: str) -> Callable[..., Any]:
 
     def call(value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, FakeTensor | FunctionalTensor):
-            raise HookError(f"forward calls {name} of a tensor, which a trace does not keep")
+            raise LostError(f"forward calls {name} of a tensor, which a trace does not keep")
         return plain(value, *args, **kwargs)
 
     return call
@@ -129,7 +135,7 @@ def _is_known_plain(own: type[Function], args: tuple[Any, ...],
 
 
 def _is_plain(own: type[Function], args: tuple[Any, ...], apply: Callable[..., Any]) -> bool:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     forward = own.forward if own.setup_context is not Function.setup_context else (
         lambda *given: own.forward(_Context(), *given))  # type: ignore[misc]
     finite = False
@@ -172,7 +178,7 @@ def _gradients(run: Callable[..., Any], given: list[Any], scale: float) -> Itera
               for x in given]
     outs = [x for x in pytree.tree_leaves(run(*leaves)) if isinstance(x, Tensor)]
     yield from (x.detach() for x in outs)
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     ends = [x for x in outs if x.requires_grad]
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     found = torch.autograd.grad(ends, wanted, [scale * torch.randn_like(x) for x in ends],

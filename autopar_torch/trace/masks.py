@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..shard.rules import ShapedOp, has_tag, is_mutable, op_name
+from ..shard.rules import ShapedOp, is_mutable, is_random, op_name
 from .apart import run
-from .blocks import SEEDED
 from .clean import info_of, largest
 from .tiles import Tiles
 
@@ -123,7 +122,7 @@ def _behind(mask: fx.Node, known: Fixed) -> tuple[fx.Graph, dict[str, Tensor]] |
         node = stack.pop()
         if node in known:
             leaves[node] = known[node]
-        elif node.op != "call_function" or is_mutable(node) or has_tag(node, SEEDED):
+        elif node.op != "call_function" or is_mutable(node) or is_random(node):
             return None
         elif node not in inner:
             inner.add(node)

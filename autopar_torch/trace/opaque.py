@@ -169,7 +169,7 @@ def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list
     with torch.random.fork_rng(devices=[]):
         trees = []
         for rows in FEW:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             given = [_made_up([size // num_rows * rows if size % num_rows == 0 else size
                                for size in shape], dtype) for shape, dtype, _ in infos]
             state = torch.get_rng_state()

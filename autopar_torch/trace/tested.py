@@ -20,10 +20,10 @@ from ..model import ROWS, TensorInfo
 from ..shard.layout import PARTIAL, WHOLE, Layout, Split, Strategy
 from ..shard.parts import join
 from ..shard.rows import rows_dim
-from ..shard.rules import ShapedOp, flops, has_tag, is_mutable, op_name
+from ..shard.rules import ShapedOp, flops, is_mutable, is_random, op_name
 from ..shard.strategies import strategies
 from . import apart, shares, together
-from .blocks import SEEDED, TracedBlock, Traits, carried, signature, traits
+from .blocks import TracedBlock, Traits, carried, signature, traits
 from .clean import each_info, has_rows, info_of
 from .together import between, copied, leaving
 
@@ -44,6 +44,7 @@ class Surroundings(NamedTuple):
     consts: Mapping[str, Tensor]  # by the name of a placeholder of the prologue
     num_rows: str  # the node that counts the rows of the global batch
     local: bool  # what looks at the whole batch may look at the rows of a part
+    shared: bool  # there are rows, so the batch may be shared out
     least_rows: int  # that have to be tried
     answers: dict[str, str]  # why rows depend on each other, by the text of what was tried
 
@@ -56,7 +57,7 @@ class _Region:
     leaving: list[str] = field(default_factory=list)
     sums: set[str] = field(default_factory=set)  # inputs that are sums over the rows
     learns: set[str] = field(default_factory=set)  # inputs that get gradients
-    fixed: set[str] = field(default_factory=set)  # made once, from the whole batch
+    fixed: set[str] = field(default_factory=set)  # made once, for the whole batch
     consts: dict[str, Tensor] = field(default_factory=dict)
     outer: dict[str, int] = field(default_factory=dict)  # inputs with all rows in several parts
     num_rows: int = apart.FEW_ROWS
@@ -74,11 +75,18 @@ def tested_traits(piece: TracedBlock, given: Collection[tuple[str, Layout]],
     a test does not find that it couples none."""
     before = replace(piece, graph=copied(piece.graph))
     found = _traits(piece, given, around, joins=False)
+    if drawn := around.shared and [*filter(_is_drawn_for_all, piece.graph.nodes)]:
+        return found._replace(coupled=(*found.coupled, *drawn), why=f"{op_name(drawn[0])} draws "
+                              "numbers that all rows share"), piece.graph
     if found.why:
         joined = _traits(before, given, around, joins=True)
         if not joined.why:
             return joined, before.graph
     return found, piece.graph
+
+
+def _is_drawn_for_all(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_random(node) and not has_rows(info_of(node))
 
 
 def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: Surroundings,
@@ -146,7 +154,7 @@ def refusal(piece: TracedBlock, coupled: Sequence[fx.Node], flow: Mapping[fx.Nod
     for node in region.graph.nodes:
         if node.op == "call_function" and is_mutable(node):
             return f"{op_name(node)} changes a value"
-        if node.op == "call_function" and has_tag(node, SEEDED) and not _chance(node):
+        if node.name not in region.fixed and is_random(node) and not _chance(node):
             return f"{op_name(node)} draws at random"
     key = _text(region)
     if key not in around.answers:
@@ -225,7 +233,7 @@ def _region(piece: TracedBlock, inside: set[fx.Node], flow: Mapping[fx.Node, Lay
     for node in (n for n in (*around.prologue.values(), *piece.graph.nodes) if n in run):
         made[node] = region.graph.node_copy(node, lambda n: made[source.get(n, n)])
         made[node].meta = {"info": info_of(node)}
-        if node in ours and node.name in around.rowless:
+        if node in ours and (node.name in around.rowless or is_random(node)):
             region.fixed.add(made[node].name)
     region.leaving = [made[n].name for n in leaving(inside)]
     return region
@@ -256,7 +264,7 @@ def _small(graph: fx.Graph, num_rows: int) -> Iterator[fx.Graph]:
 def _chance(node: fx.Node) -> list[int]:
     """Where the chance of a dropout stands among the arguments of an op."""
     schema = getattr(node.target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema and has_tag(node, SEEDED) else []
+    names = [a.name for a in schema.arguments] if schema and is_random(node) else []
     return [i for i, name in enumerate(names) if name in ("p", "dropout", "dropout_p")]
 
 
@@ -352,7 +360,8 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
             own = {n: addends[n][k] if n in addends else apart.rows_of(
                 v, infos[n], rows, region.outer.get(n, 1)) for n, v in given.items()}
             try:
-                part = _RegionRun(region, graph, own, len(rows), whole.fixed)
+                part = _RegionRun(region, graph, own, len(rows), {
+                    n: apart.rows_of(v, infos[n], rows) for n, v in whole.fixed.items()})
                 part.differentiate({n: apart.rows_of(v, infos[n], rows) for n, v in cots.items()})
             except ERRORS as error:
                 return f"{len(rows)} row(s) alone do not run ({str(error).splitlines()[0]})"

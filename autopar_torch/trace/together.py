@@ -17,9 +17,9 @@ from torch import fx
 from ..model import ROWS, TensorInfo
 from ..shard.layout import PARTIAL, WHOLE, Layout
 from ..shard.rows import rows_dim
-from ..shard.rules import has_tag, is_mutable, op_name
+from ..shard.rules import is_mutable, is_random, op_name
 from ..shard.together import Together
-from .blocks import SEEDED, TracedBlock, signature
+from .blocks import TracedBlock, signature
 from .clean import aten, each_info, info_of
 from .shares import Flow
 
@@ -45,7 +45,7 @@ def _is_alone(node: fx.Node) -> bool:
     """What may not be done by all: it draws or writes, or takes a matrix of weights."""
     weights = [n for n in node.all_input_nodes if n.op == "placeholder"
                and str(n.target).startswith("w_") and len(info_of(n).shape) > 1]
-    return is_mutable(node) or has_tag(node, SEEDED) or bool(weights)
+    return is_mutable(node) or is_random(node) or bool(weights)
 
 
 def _tangle(piece: TracedBlock, node: fx.Node) -> list[fx.Node]:
