@@ -334,9 +334,10 @@ def _same_again(effects: Effects, first: ExportedProgram, told: Told,
     made = _take_kept(first.graph, len(effects.kept))
     state = [spec.arg.name for spec in first.graph_signature.input_specs
              if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
-    fixed = settled.constant(first.graph_module, list(made))
+    known = {node.name: value for node, value in _constants(first)}
+    fixed = settled.constant(first.graph_module, list(made), known)
     values = fixed if fixed is not None or effects.model.training else settled.constant(
-        first.graph_module, list(made), state)
+        first.graph_module, list(made), known, state)
     if values is None or any(size % ROWS == 0 for x in values for size in x.shape if size):
         raise refusal
     effects.settled(values)

@@ -15,16 +15,16 @@ def same(one: fx.Graph, two: fx.Graph, kept_one: KeptNodes, kept_two: KeptNodes)
     return _text(one, kept_one) == _text(two, kept_two)
 
 
-def constant(module: fx.GraphModule, wanted: Sequence[fx.Node],
+def constant(module: fx.GraphModule, wanted: Sequence[fx.Node], known: Mapping[str, Tensor],
              state: Collection[str] = ()) -> list[Tensor] | None:
     """The values of these nodes, if they are the same whatever the inputs and parameters are. They
-    may depend on placeholders that are `state`, which are then read as zeros."""
+    may depend on placeholders that are `known`, or `state`, which is then read as zeros."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node.op != "output":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output([made[node] for node in wanted])
-    live, zeros = _live(graph, {}), list[Tensor]()
+    live, given = _live(graph, {}), list[Tensor]()
     for node in reversed(graph.nodes):
         if node not in live or (node.op == "placeholder" and not node.users):
             graph.erase_node(node)
@@ -32,21 +32,36 @@ def constant(module: fx.GraphModule, wanted: Sequence[fx.Node],
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
         if node.op == "placeholder":
-            if node.name not in state:
+            if node.name not in state and node.name not in known:
                 return None
-            zeros.append(torch.zeros_like(node.meta["val"], device="cpu"))
-    found: list[Tensor] = fx.Interpreter(fx.GraphModule(module, graph)).run(*zeros)
+            given.append(known[node.name] if node.name in known else
+                         torch.zeros_like(node.meta["val"], device="cpu"))
+    found: list[Tensor] = fx.Interpreter(fx.GraphModule(module, graph)).run(*given)
     return found
 
 
 def _text(graph: fx.Graph, kept: KeptNodes) -> str:
-    live = _live(graph, kept)
-    number = {node: f"%{k}" for k, node in enumerate(
-        n for n in graph.nodes if n in live and n not in kept)}
-    names = number | {node: f"kept {k}" for node, k in kept.items()}
+    live, names = _live(graph, kept), {node: f"kept {k}" for node, k in kept.items()}
+    number = dict[fx.Node, str]()
+    for node in graph.nodes:
+        if node in names or node not in live or (node.op == "placeholder" and not live.intersection(
+                node.users) - kept.keys()):
+            continue
+        if _does_nothing(node):
+            names[node] = names[node.all_input_nodes[0]]
+        else:
+            number[node] = names[node] = f"%{len(number)}"
     return "\n".join(f"{node.op} {node.target if node.op != 'output' else ''} "
                      f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)}"
                      for node in number)
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    """Whether it is a cast to what its tensor is."""
+    if getattr(getattr(node.target, "_schema", None), "name", "") != "aten::to":
+        return False
+    one, two = (n.meta["val"] for n in (node, node.all_input_nodes[0]))
+    return bool(one.dtype == two.dtype and one.device == two.device)
 
 
 def _live(graph: fx.Graph, kept: KeptNodes) -> set[fx.Node]:
