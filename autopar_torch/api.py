@@ -119,7 +119,9 @@ def parallelize(
 
     parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, loss_fn,
                              outputs, watched, batch_dim, changes != "off")
-    if size == 1:
+    if size > 1:
+        doors.expect_call(parallel)
+    else:
         log.info("one process: training runs unsplit; start with torchrun to use more devices")
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)

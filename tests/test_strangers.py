@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from typing import Any
 
@@ -17,6 +18,27 @@ import claims
 from autopar_torch.find.following import Deed
 from autopar_torch.run import world
 from nets import ALL, DP2, PP2, TP2, ZERO3, Net, batch, near, net, parallel, refused, step
+
+
+class WithMethod(Net):
+    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x)[0], y)
+
+
+def claim_a_method_that_trains_the_whole_module_is_told_of() -> None:
+    said: list[logging.LogRecord] = []
+    log, handler = logging.getLogger("autopar_torch"), logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    for call in (lambda model: model.training_step(*batch()), lambda model: model(*batch())[1]):
+        model = parallel(DP2, WithMethod)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            call(model).backward()
+            optimizer.step()
+    log.removeHandler(handler)
+    told = [own for own in said if "the model was never called" in own.getMessage()]
+    assert len(told) == (world.start()[0] == 0), [own.getMessage() for own in said]
 
 
 class Graph(nn.Module):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import PlanError, RunError
 from ..plan import Plan
+from ..progress import warn
 from .world import World
+
+log = logging.getLogger("autopar_torch")
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
              "OptimizedModule", "ParallelModel")
@@ -52,6 +57,31 @@ def refuse_taken(model: nn.Module) -> None:
             raise PlanError("this module is already parallelized: its parameters are parts now",
                             where=_where(name), fix="use the model that the first call of "
                             "parallelize returned, or build the module again")
+
+
+class Waiting(Protocol):
+    """A model that makes its plan when it is called."""
+
+    module: nn.Module
+    _plan: Plan | None
+
+
+def expect_call(model: Waiting) -> None:
+    """Warn at the first step for a model that was never called: its gradients came otherwise."""
+    waiting = [weakref.ref(model)]
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        model = waiting[0]() if waiting else None
+        if model is not None and model._plan is None:
+            own = {id(p) for p in model.module.parameters() if p.grad is not None}
+            if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+                return
+            warn(log, "an optimizer steps, and the model was never called, so nothing is split: "
+                 "methods other than forward run the module whole on every rank. Give "
+                 "parallelize() a module whose forward calls the method")
+        waiting.clear()
+
+    register_optimizer_step_pre_hook(before)
 
 
 def _where(name: str) -> str:
