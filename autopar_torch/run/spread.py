@@ -38,11 +38,6 @@ class Spread:
     def atoms(self) -> list[Atom]:
         return atoms(self.boxes_of)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has nothing of it."""
-        return not self.local.numel()
-
     def like(self, other: Spread) -> bool:
         """Whether the parts of both are the same elements on every rank."""
         return self is other or (self.shape == other.shape and self.boxes_of == other.boxes_of)
