@@ -21,7 +21,7 @@ import claims
 from autopar_torch.run.model import ParallelModel
 from autopar_torch.trace.call import take_apart
 from autopar_torch.trace.settings import settings_in, shown
-from nets import DP2, PP2, Net, batch, counted, near, net, parallel, refused, step
+from nets import DP2, PP2, TP2, Net, batch, counted, near, net, parallel, refused, step
 
 SCALE = 1.0
 CONFIG = {"model": {"scale": 1.0}}
@@ -140,6 +140,38 @@ def claim_numbers_that_change_outside_of_modules_are_followed() -> None:
         for own in (model.module, plain):
             change(own)
         assert step(model, plain, 1), kind
+
+
+class Backend:
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+BACKENDS: dict[str, Backend] = {}
+
+
+def backend() -> Backend:
+    """As einops finds what belongs to a kind of tensor."""
+    if "torch" not in BACKENDS:
+        BACKENDS["torch"] = Backend()
+    return BACKENDS["torch"]
+
+
+class Registered(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return super().forward(backend().scaled(x), y)
+
+
+def claim_what_is_registered_on_one_rank_alone_is_no_change() -> None:
+    for degrees in (DP2, TP2, PP2):
+        BACKENDS.clear()
+        model, plain = parallel(degrees, Registered), net(Registered)
+        got = model(*batch())[1].item()
+        if dist.get_rank():
+            backend()
+        assert all(step(model, plain, seed) for seed in range(2)), degrees
+        BACKENDS.clear()
+        assert near(got, net(Registered)(*batch())[1]), degrees
 
 
 class Tempered(Net):

@@ -60,6 +60,12 @@ def _holds_others(value: Any) -> bool:
             and not is_plain(value))
 
 
+def _is_unused(value: Any) -> bool:
+    """An empty container: libraries register objects in it where they are first used, which may be
+    on one rank alone. Where plain values come into it, it is described."""
+    return isinstance(value, (dict, list, set, deque)) and not value
+
+
 def kind_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -145,7 +151,8 @@ class Burnt:
                         and v.size <= MOST_ELEMENTS]
         state = dict(self._describe(modules, self.reads, settings))
         outside = {key: text for key, text in state.items() if key[0].startswith(OUTSIDE)}
-        if self.number and not outside.items() <= self.state.items():
+        if self.number and not (outside.items() <= self.state.items() and state.keys() >= {
+                key for key in self.state if key[0] == OUTSIDE}):
             self.num_outside += 1
         if self.number == 0 or state != self.state:
             self.state: ReadAttributes = state
@@ -178,7 +185,7 @@ class Burnt:
         for name, tensor in tensors_of(self.model).items():
             yield (name, "requires_grad"), f"{tensor.requires_grad} {self._number(tensor)}"
         for (name, *_), value in self._mentioned:
-            if not is_settings(value):
+            if not is_settings(value) and not _is_unused(value):
                 yield (OUTSIDE, name), self._shown(value)
         for path, own in settings:
             for key, value in attributes(own):

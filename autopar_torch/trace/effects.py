@@ -111,10 +111,13 @@ class Effects:
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )
         for mention, _, items in self.outside:
-            if text_of(mention.get()) != text_of(items):
-                raise TraceError(
+            if text_of(value := mention.get()) != text_of(items):
+                error = TraceError(
                     f"forward changes {mention.name}, and a trace would change it once",
                     where="forward", fix="keep it in a buffer of a module" + _OTHERS)
+                if any(isinstance(x, Tensor) for x in tree_leaves(value)):
+                    raise error
+                self.changed, self.left_only = error, False
         for name, own in (*self.model.named_modules(), *self.settings):
             is_module = isinstance(own, nn.Module)
             then, now = self.before.get(id(own), (own, Attributes()))[1], self._state(own)
