@@ -16,8 +16,8 @@ class AutoparError(Exception):
         super().__init__("\n".join(parts))
 
 
-class TraceError(AutoparError):
-    """The model could not be turned into a chain of blocks."""
+class TraceError(AutoparError, RuntimeError):
+    """The model could not be turned into a chain of blocks; torch raises RuntimeError then."""
 
 
 class PlanError(AutoparError):
@@ -52,5 +52,5 @@ class CheckpointError(AutoparError, RuntimeError):
     """A checkpoint does not hold what the model needs; torch raises RuntimeError then."""
 
 
-class RunError(AutoparError):
-    """Something went wrong while training."""
+class RunError(AutoparError, RuntimeError):
+    """Something went wrong while training; torch raises RuntimeError then."""

@@ -65,10 +65,10 @@ ALL_ROWS: dict[str, Loss] = {
 
 
 class Encoder(nn.Module):
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, norm: type[nn.Module] = nn.Identity) -> None:
         super().__init__()
         self.loss = loss
-        self.code = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.code = nn.Sequential(nn.Linear(16, 16), norm(16), nn.Tanh(), nn.Linear(16, 8))
         self.gates = nn.Parameter(torch.randn(8, 2))
         self.experts = nn.Parameter(torch.randn(2, 8, 8) / 3)
 
@@ -76,11 +76,11 @@ class Encoder(nn.Module):
         return self.loss(self, a, b)
 
 
-def same(losses: dict[str, Loss], **degrees: int) -> None:
+def same(losses: dict[str, Loss], norm: type[nn.Module] = nn.Identity, **degrees: int) -> None:
     """Without a look at the first step: it would stop what is far off."""
     for name, loss in losses.items():
         torch.manual_seed(0)
-        plain = Encoder(loss).double()
+        plain = Encoder(loss, norm).double()
         split = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**degrees),
                                guards={"first_step": False})
         optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, split)]
@@ -98,6 +98,17 @@ def same(losses: dict[str, Loss], **degrees: int) -> None:
 
 def claim_replicas_tell_batches_apart() -> None:
     same(LOSSES | ALL_ROWS, **DP2)
+
+
+def claim_statistics_of_the_batch_leave_batches_apart() -> None:
+    losses = {**LOSSES, "contrast": ALL_ROWS["contrast"]}
+    few = ("view", "unflatten", "slices of four", "contrast")
+    same({name: losses[name] for name in few}, nn.BatchNorm1d, **DP2)
+
+
+def slow_claim_they_do_under_all_plans() -> None:
+    for degrees in (DP2, ZERO3, TP2):
+        same({**LOSSES, "contrast": ALL_ROWS["contrast"]}, nn.BatchNorm1d, **degrees)
 
 
 def slow_claim_micro_batches_tell_batches_apart() -> None:

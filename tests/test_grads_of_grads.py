@@ -108,6 +108,20 @@ def claim_penalties_are_those_of_one_process() -> None:
         _same("", _trained, use, plans=PLANS)
 
 
+def claim_what_a_penalty_alone_does_not_need_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1)).double()
+    x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    for plan in PLANS:
+        found = []
+        for own in (plain, ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**plan))):
+            grads, = torch.autograd.grad(own(x).sum(), x, create_graph=True)
+            grads.square().sum().backward()
+            found.append([name for name, p in own.named_parameters() if p.grad is None])
+            own.zero_grad()
+        assert found[0] == found[1] == ["2.bias", "3.bias"], (plan, found)
+
+
 def claim_batch_statistics_are_joined_and_kept_once() -> None:
     _same("norm", _trained, _penalty, plans=(DP2, TP2))
 

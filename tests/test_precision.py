@@ -207,6 +207,22 @@ def slow_claim_gradients_are_added_up_in_float32_unless_asked_otherwise() -> Non
         assert errors[0] < 1e-6 and errors[1] > 2e-3, (degrees, errors)
 
 
+def claim_a_call_may_come_between_a_forward_and_its_backward() -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    for degrees in ({"dp": 2}, {"tp": 2}):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        plan = ap.Plan.uniform(**degrees, precision="bfloat16")
+        model = ap.parallelize(copy.deepcopy(plain), plan=plan)
+        for own in (plain, model):
+            loss = own(x).float().square().mean()
+            with torch.no_grad():
+                own(x)
+            (loss + own(-x).float().square().mean()).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert float((p.grad - q.grad).norm() / p.grad.norm()) < 0.02, degrees
+
+
 def claim_autocast_around_the_model_is_honoured() -> None:
     _check("regression", ["tp2", "pp2", "zero3"], autocast, "float32")
 

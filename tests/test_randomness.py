@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,18 @@ def claim_dropout_is_drawn_by_step_replica_and_part() -> None:
         for i, a in enumerate(halves):
             for b in halves[:i]:
                 assert 0.3 < float((a == b).float().mean()) < 0.7, degrees
+
+
+def claim_a_model_and_its_copy_draw_numbers_of_their_own() -> None:
+    x = torch.ones(8, 64)
+    for kind in (Masked, Untraced):
+        student = parallelized(kind(0.5), DP2) if kind is Untraced else parallelized(
+            kind(), DP2, outputs=("y",))
+        call = (lambda m: m(**windows()) and m.module.mask) if kind is Untraced else (
+            lambda m: m(x=x).y)
+        call(student)
+        teacher = copy.deepcopy(student)
+        assert not torch.equal(call(student), call(teacher)), kind
 
 
 def claim_numbers_go_on_from_a_saved_state() -> None:

@@ -143,6 +143,28 @@ def claim_values_that_are_made_again_are_made_for_each() -> None:
             assert torch.allclose(p.grad, q.grad, 1e-9, 1e-11), part
 
 
+class Contrast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(16, 16)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.code(torch.cat([a, b])).view(2, len(a), 16)
+        return F.cross_entropy(z[0] @ z[1].t(), torch.arange(len(a))), z.square().mean()
+
+
+def claim_they_are_of_what_replicas_do_together() -> None:
+    torch.manual_seed(0)
+    plain, (a, b) = Contrast().double(), torch.randn(2, 8, 16, dtype=torch.float64)
+    model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(**DP2))
+    for own in (plain, model):
+        first, second = own(a, b)
+        first.backward(retain_graph=True)
+        (first + second).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, 1e-9, 1e-11)
+
+
 def claim_they_are_of_an_untraced_model() -> None:
     same(DP2, branches=True)
 

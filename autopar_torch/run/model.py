@@ -42,7 +42,7 @@ from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
 from .program import Program, remember
-from .randomness import OwnNumbers, share_python_numbers
+from .randomness import OwnNumbers, another_seed, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
 from .step import RankStep
@@ -165,8 +165,8 @@ class ParallelModel(Around):
             *(stage.blocks or (0, 0)))])
 
     def draw_as(self, place: int) -> None:
-        """Ranks of a tensor group draw the same numbers, other stages and replicas others."""
-        seed = self.world.told(torch.initial_seed(), int)
+        """Ranks of a tensor group draw the same, other stages, replicas and models others."""
+        seed = self.world.told(another_seed(), int)
         self.numbers = OwnNumbers(seed, place, self.device)
 
     # --- a step -----------------------------------------------------------------------------

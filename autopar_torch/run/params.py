@@ -191,7 +191,7 @@ class ParamStore:
                 if leaf.data_ptr() != tensor.data_ptr():
                     leaf.data = tensor.data
             for held in self.copied:
-                held.leaf.copy_(held.tensor)
+                held.leaf.data.copy_(held.tensor)  # an earlier forward may still need its backward
         self.gather(self.gathered)
 
     def versions(self, but: Container[str]) -> list[int]:

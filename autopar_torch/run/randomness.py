@@ -8,6 +8,7 @@ all there is to save.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from ..shard.collectives import apart, generator
 from ..shard.rules import is_random
 from .agree import digest
 from .world import World
+
+_models = itertools.count()
 
 
 @contextlib.contextmanager
@@ -48,6 +51,12 @@ def generators(device: torch.device) -> list[torch.Generator]:
 def draws(graphs: Iterable[fx.Graph]) -> bool:
     """Whether any op of these draws numbers."""
     return any(is_random(node) for graph in graphs for node in graph.nodes)
+
+
+def another_seed() -> int:
+    """What the script's seed makes of one more model: a teacher drops other values than its
+    student."""
+    return digest(torch.initial_seed(), next(_models))
 
 
 class OwnNumbers:

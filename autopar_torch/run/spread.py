@@ -121,19 +121,21 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spread: Spread) -> Tensor:
         ctx.spread = spread
+        ctx.set_materialize_grads(False)  # a parameter that nothing needs has no gradient
         return spread.gathered(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.spread.part(grads[0]), None
+        return None if grads[0] is None else ctx.spread.part(grads[0]), None
 
 
 class _Rectangle(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, spread: Spread) -> Tensor:
         ctx.spread = spread
+        ctx.set_materialize_grads(False)
         return spread.cut(full)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.spread.whole(grads[0]), None
+        return None if grads[0] is None else ctx.spread.whole(grads[0]), None

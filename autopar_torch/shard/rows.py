@@ -38,8 +38,8 @@ def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
             flow[node] = match.out
         elif PARTIAL in have and _is_linear(op, have):
             flow[node] = PARTIAL
-        else:
-            flow[node] = rows_dim(op.out)
+        else:  # statistics of the batch leave rows where they are, two batches in one dim, say
+            flow[node] = have[0] if op.name == "batch_norm" else rows_dim(op.out)
             coupled.append(node)
     return flow, coupled
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 
+from .again import is_retained
 from .collectives import Axis, gather_pieces
 from .layout import PARTIAL, Layout, Split, is_cut
 from .parts import join, rows_of
@@ -123,7 +124,8 @@ class _AllRows(torch.autograd.Function):
                 if made.requires_grad]
         leaves = [value for value in ctx.values if value.requires_grad]
         found = iter(torch.autograd.grad([made for made, _ in ends], leaves,
-                                         [grad for _, grad in ends], allow_unused=True))
+                                         [grad for _, grad in ends], allow_unused=True,
+                                         retain_graph=is_retained()))
         given: list[Tensor | None] = []
         for value, layout in zip(ctx.values, what.what.ins, strict=True):
             grad = next(found) if value.requires_grad else None
