@@ -185,8 +185,12 @@ class ModelGraph(Struct, frozen=True, dict=True):
 
     def crossing(self, border: int) -> dict[str, TensorInfo]:
         """Values made before block `border` and used in or after it, in order of making; those that
-        are given are among them."""
-        return self.crossings()[border]
+        are given are among them. After the last block those that are returned are used."""
+        if border < len(self.blocks):
+            return self.crossings()[border]
+        returned = set(self.outputs.values())
+        return {v: self.kinds[block.kind].outputs[slot] for block in self.blocks
+                for slot, v in block.outputs.items() if v in returned}
 
     def crossings(self) -> list[dict[str, TensorInfo]]:
         """`crossing` of every border from 0 to the number of blocks, in one pass."""
@@ -212,6 +216,11 @@ class ModelGraph(Struct, frozen=True, dict=True):
             for param in dict.fromkeys(block.params.values()):
                 found.setdefault(param, []).append(i)
         return found
+
+    @property
+    def unread(self) -> list[str]:
+        """Parameters and buffers that no block reads: those of a branch not taken."""
+        return [name for name in self.params if name not in self._users]
 
     def params_of(self, first: int, last: int) -> list[str]:
         """Parameters and buffers of a range of blocks, each once, in order of use."""

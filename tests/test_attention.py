@@ -81,7 +81,8 @@ def test_causal_attention_is_traced_without_a_mask_and_without_repeated_keys(
 
 @pytest.mark.parametrize("given, options", [
     ({"attention_mask": PADDED}, {}),
-    ({"position_ids": torch.tensor([[*range(8), *range(SEQ - 8)]] * 2)}, {}),  # packed
+    ({"position_ids": torch.tensor([[*range(8), *range(SEQ - 8)]] * 2)},  # packed
+     {"use_cache": False}),
     ({}, {"sliding_window": 4}),
 ], ids=["padding", "packed", "window"])
 def test_a_mask_that_hides_more_stays(given: dict[str, Tensor], options: dict[str, int]) -> None:
@@ -109,6 +110,22 @@ def test_losses_are_those_of_the_model_with_and_without_padding_in_turn(name: st
     model = ap.parallelize(build(name).double(), plan=ap.Plan.uniform())
     torch.testing.assert_close(losses(model, calls), losses(build(name).double(), calls),
                                rtol=1e-6, atol=0)
+
+
+def test_positions_that_begin_again_part_a_row_only_where_no_cache_is_made() -> None:
+    """As of sequences that are packed into one row; the default of a config is to make one."""
+    again = torch.cat([torch.arange(7), torch.arange(6)])
+    packed = batch(position_ids=torch.stack([torch.arange(SEQ), again]))
+    model, plain = (build("llama").double() for _ in range(2))
+    model = ap.parallelize(model, plan=ap.Plan.uniform())
+    found = []
+    for asked in ({}, {"use_cache": False}):
+        for train in (True, False):
+            with torch.set_grad_enabled(train):
+                got, want = (own.train(train)(**packed, **asked).loss for own in (model, plain))
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        found.append(want)
+    assert not torch.isclose(*found)
 
 
 class Own(nn.Module):
@@ -143,7 +160,8 @@ def test_a_mask_of_floats_that_hides_by_a_little_stays() -> None:
 @pytest.mark.parametrize("given, options, meaning", [
     ({}, {}, True), ({"attention_mask": ONES}, {}, True), ({}, {"sliding_window": SEQ}, True),
     ({}, {"sliding_window": SEQ - 1}, None), ({}, {"sliding_window": 4}, None),
-    ({"position_ids": torch.tensor([[*range(8), *range(SEQ - 8)]] * 2)}, {}, None),
+    ({"position_ids": torch.tensor([[*range(8), *range(SEQ - 8)]] * 2)}, {"use_cache": False},
+     None),
 ], ids=["no mask", "all ones", "wide window", "window", "narrow window", "packed"])
 @pytest.mark.parametrize("size", [4, *slowly(3, 64)])
 def test_a_long_mask_is_understood_by_its_tiles(

@@ -179,6 +179,76 @@ def slow_claim_layers_that_only_training_has_are_left_out_of_evaluation() -> Non
     assert "where the first did not" in refused(lambda: model(x))
 
 
+class Tasks(nn.Module):
+    """Each call takes one of its heads; one has statistics of the batch, one a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.heads = nn.ModuleDict({
+            "a": nn.Linear(16, 3), "b": nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 2)),
+            "c": nn.Sequential(nn.Linear(16, 8).requires_grad_(False), nn.Linear(8, 1))})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        return self.heads[task](self.body(x)).square().mean()
+
+
+def _trained_in_turn(model: Any) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for seed, task in enumerate("abcba"):
+        draw = torch.Generator().manual_seed(seed)
+        model(torch.randn(8, 8, generator=draw, dtype=torch.float64), task).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+def claim_each_call_may_take_a_branch_of_its_own_under_replicas() -> None:
+    want = _trained_in_turn(Tasks().double())
+    for zero in (0, 1, 2, 3):
+        plan = ap.Plan.uniform(dp=2, zero=zero)
+        got = _trained_in_turn(ap.parallelize(Tasks().double(), plan=plan))
+        assert all(near(a, b, 1e-9) for a, b in zip(got, want, strict=True)), zero
+    model = ap.parallelize(Tasks(), plan=ap.Plan.uniform(**TP2))
+    model(torch.ones(4, 8), "a")
+    assert "or use replicas" in refused(lambda: model(torch.ones(4, 8), "c"))
+
+
+class Taught(nn.Module):
+    """A student and a frozen teacher that it goes along with, block by block by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8))
+        self.teacher = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Tensor | None]:
+        out = self.student(x)
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return {"loss": None if y is None else (out - wanted).square().mean() + out.mean(),
+                "out": out}
+
+
+def claim_stages_keep_their_parameters_in_evaluation() -> None:
+    plain, (x, y) = Taught(), batch()
+    model = ap.parallelize(Taught(), plan=ap.Plan.uniform(**PP2))
+    model(x, y)["loss"].backward()
+    model.eval()
+    with torch.no_grad():
+        for given in ((x, y), (x,)):
+            assert near(model(*given)["out"], plain(*given)["out"])
+
+
+def claim_a_dict_is_one_in_training_too() -> None:
+    model = ap.parallelize(Taught(), plan=ap.Plan.uniform(**DP2), outputs=["out"])
+    out = model(*batch())
+    assert isinstance(out, dict) and isinstance(out, Tensor) and out["out"].shape == (8, 8)
+    assert near(out["loss"], Taught()(*batch())["loss"]) and type(type(out)({"a": 1})) is dict
+
+
 def slow_claim_autocast_around_forward_is_as_in_one_process() -> None:
     for degrees in ALL:
         model, plain, exact = parallel(degrees), net(), net()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import accelerate
@@ -19,7 +19,7 @@ from torch import nn
 from ..errors import RunError
 from ..run.model import ParallelModel
 from ..run.world import device, start
-from .alone import plain, stand_alone, taken_up, wait
+from .alone import plain, read_alone, stand_alone, taken_up, wait
 
 _FOLDER = "autopar"  # in each checkpoint: parts of the model and the optimizer's state
 
@@ -29,11 +29,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     _models: list[Any]
     _optimizers: list[Any]
+    _aside: Sequence[tuple[ParallelModel, Any]] = ()  # while accelerate writes or reads
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rank, _ = start()
         stand_alone(rank, device())
         super().__init__(*args, **kwargs)
+        read_alone(self)
         self.register_save_state_pre_hook(lambda *given: self._save_parts(given[-1]))
         self.register_load_state_pre_hook(lambda *given: self._load_parts(given[-1]))
 
@@ -43,7 +45,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             *(taken_up(one) if isinstance(one, nn.Module) else one for one in args), **kwargs)
 
     def wait_for_everyone(self) -> None:
-        for model in self._models:
+        for model in self._models or [model for model, _ in self._aside]:
             wait(model)
 
     # --- checkpoints: our part of them can be loaded under any plan -----------------------------
@@ -66,17 +68,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise RunError(f"{len(models)} models and {len(optimizers)} optimizers",
                            where="save_state, load_state",
                            fix="save one model with one optimizer, or use model.save()")
-        self._kept: tuple[ParallelModel, Any] = models[0], next(map(plain, optimizers), None)
+        self._aside = [(models[0], next(map(plain, optimizers), None))]
         self._models, self._optimizers = [], []
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models, self._optimizers, self._aside = models, optimizers, []
 
     def _save_parts(self, folder: str) -> None:
-        model, optimizer = self._kept
+        (model, optimizer), = self._aside
         model.save(os.path.join(folder, _FOLDER), optimizer)
 
     def _load_parts(self, folder: str) -> None:
-        model, optimizer = self._kept
+        (model, optimizer), = self._aside
         model.load(os.path.join(folder, _FOLDER), optimizer)

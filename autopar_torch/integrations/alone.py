@@ -7,6 +7,7 @@ happen here: every rank gets the global batch, and the model does the rest.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from ..api import parallelize
 from ..run.model import ParallelModel
 
+log = logging.getLogger("autopar_torch")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
              "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
@@ -50,6 +52,13 @@ def stand_alone(rank: int, device: torch.device) -> PartialState:
     state.local_process_index = int(hidden.get("LOCAL_RANK", rank))
     state.device = device
     return state
+
+
+def read_alone(accelerator: Any) -> None:
+    """Every rank reads the batches of a stream, which rank 0 would else send to the others."""
+    if accelerator.dataloader_config.dispatch_batches:
+        log.warning("not honoured: dispatch_batches, as every rank reads the global batch")
+    accelerator.dataloader_config.dispatch_batches = False
 
 
 def plain(optimizer: Any) -> Any:

@@ -17,7 +17,7 @@ import transformers
 
 from ..errors import RunError
 from ..run.model import ParallelModel
-from .alone import plain, stand_alone, taken_up, wait
+from .alone import plain, read_alone, stand_alone, taken_up, wait
 
 _FOLDER = "autopar"  # in each checkpoint: parts of the optimizer's state, for any plan
 
@@ -26,6 +26,7 @@ class _ParallelTrainer:
     """Comes before transformers.Trainer, or a subclass of it."""
 
     model: ParallelModel
+    accelerator: Any
     args: Any
     optimizer: Any
     lr_scheduler: Any
@@ -45,6 +46,7 @@ class _ParallelTrainer:
         args.__dict__["_setup_devices"], args.distributed_state = parallel.device, state
         args._n_gpu = min(1, args._n_gpu)
         super().__init__(parallel, args, *rest, **kwargs)  # type: ignore[call-arg]
+        read_alone(self.accelerator)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The plan says where parameters lie."""

@@ -161,8 +161,8 @@ class ParallelModel(Around):
 
     def _reducer(self) -> Reducer:
         mine = [s for s in self.own(self.plan).stages if self.world.rank in s.devices]
-        return Reducer(self.store, [name for stage in mine for name in self.graph.params_of(
-            *(stage.blocks or (0, 0)))])
+        names = [n for stage in mine for n in self.graph.params_of(*(stage.blocks or (0, 0)))]
+        return Reducer(self.store, [*names, *self.store.held.keys() & {*self.graph.unread}])
 
     def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same, other stages, replicas and models others."""

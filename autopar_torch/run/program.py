@@ -35,7 +35,7 @@ class Program:
         world = store.world
         self.traced = traced
         self.stages = {
-            s: StageRunner(traced, plan, stage, store)
+            s: StageRunner(traced, plan, stage, store, s == len(replica.stages) - 1)
             for s, stage in enumerate(replica.stages) if world.rank in stage.devices
         }
         burnt.learn(traced.reads)

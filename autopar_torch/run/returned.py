@@ -82,6 +82,16 @@ class Loss(Tensor):
         return key in self.own
 
 
+class LossInDict(Loss):
+    """Where the model returns a dict, scripts ask whether it is one."""
+
+    __class__ = property(lambda _: dict)  # type: ignore[assignment]
+
+    def __new__(cls, items: Any) -> Any:
+        """Of what is made of its items by its type."""
+        return dict(items)
+
+
 class LossLike:
     """A tuple that is read like a loss where it is used as one."""
 
@@ -124,7 +134,7 @@ def returned(values: dict[str, Tensor], form: Form, rows: int, train: bool) -> A
         made: Any = tuple.__new__(_with_loss(type(own)), own)
         made._loss = values["loss"]
         return made
-    loss = values["loss"].as_subclass(Loss)
+    loss = values["loss"].as_subclass(LossInDict if type(own) is dict else Loss)
     loss.own = own
     loss.named = {**{name: _not_gathered(name) for name in form.names}, **values}
     return loss

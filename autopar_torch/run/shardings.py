@@ -3,6 +3,7 @@ says, against the rules."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -25,6 +26,7 @@ from ..plan import (
     fit,
 )
 from ..shard.allowed import check as check_sharding
+from ..shard.holdings import is_of_replicas
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
@@ -38,6 +40,7 @@ log = logging.getLogger("autopar_torch")
 # the price of a kept byte is raised until enough is cut, or nothing more can be.
 WORTHS = (1.0, 10.0, 1e2, 1e3, 1e4, 1e5)
 SLACK = 0.25
+Stretch = tuple[int, int]  # blocks
 Pins = dict[str, dict[tuple[int, ...], Forms]]  # parameter -> mesh -> form
 
 
@@ -162,17 +165,21 @@ def _shares(graph: ModelGraph, blocks: Sequence[Block], chosen: Sequence[Shardin
 
 def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
     """The plan for another trace of the same model: parameters lie as they do, ops follow."""
-    borders = _borders(first, traced.graph)
-    spans = {own: (borders[own[0]], borders[own[1]]) for replica in plan.replicas
-             for own in (stage.blocks or (0, 0) for stage in replica.stages)}
     new = traced.graph.params.keys() - first.params.keys()
-    for before, now in spans.items():
-        new |= _read(traced.graph, *now) - _read(first, *before)
+    spare = {*first.unread} if is_of_replicas(plan) else set()
+    spans: dict[Stretch, Stretch] = {}
+    for replica in plan.replicas:
+        before = [stage.blocks or (0, 0) for stage in replica.stages]
+        now = min((_by_names(first, traced.graph, before), _by_params(first, traced.graph, before)),
+                  key=lambda found: len(_unheld(first, traced.graph, before, found)))
+        new |= _unheld(first, traced.graph, before, now) - spare
+        spans |= zip(before, now, strict=True)
     if new:
         raise PlanError(
             f"this call uses {min(new)} where the first did not", where="parameters and buffers",
             fix="make the first call, or example_inputs=, with the modules in the modes (train, "
-            "eval) and the branches that need it")
+            "eval) and the branches that need it; or use replicas (tp=1, pp=1), which have all "
+            "of the model")
     bare = msgspec.structs.replace(plan, shardings=(), replicas=tuple(
         msgspec.structs.replace(replica, stages=tuple(
             msgspec.structs.replace(stage, shardings=None, blocks=spans[stage.blocks or (0, 0)])
@@ -181,16 +188,34 @@ def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
     return complete(bare, traced, rows, pins_of(plan, first))
 
 
-def _borders(first: ModelGraph, now: ModelGraph) -> list[int]:
-    """How many blocks of another trace come before each block of the first one, and before its end.
-    Only one of them may have a block, as a dropout layer is none in evaluation."""
+def _by_names(first: ModelGraph, now: ModelGraph, spans: Sequence[Stretch]) -> list[Stretch]:
+    """Where blocks of the same names begin and end in another trace. Only one of them may have a
+    block, as a dropout layer is none in evaluation."""
     before, after = ([block.name.split("~")[0] for block in graph.blocks] for graph in (first, now))
     pairs = SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
     same = {a + i: b + i for a, b, size in pairs for i in range(size)}
     found = [len(after)]
     for block in reversed(range(1, len(before))):
         found.append(same.get(block, found[-1]))
-    return [0, *reversed(found)]
+    borders = [0, *reversed(found)]
+    return [(borders[start], borders[end]) for start, end in spans]
+
+
+def _by_params(first: ModelGraph, now: ModelGraph, spans: Sequence[Stretch]) -> list[Stretch]:
+    """Each block in the first stage, from that of the block before on, that has its parameters."""
+    held, ends, stage = [_read(first, *span) for span in spans], [0] * len(spans), 0
+    for i, block in enumerate(now.blocks):
+        mine = set(block.params.values())
+        stage = next((s for s in range(stage, len(spans)) if mine <= held[s]), stage)
+        ends[stage:] = [i + 1] * (len(spans) - stage)
+    return [*itertools.pairwise([0, *ends])]
+
+
+def _unheld(first: ModelGraph, now: ModelGraph, before: Sequence[Stretch],
+            spans: Sequence[Stretch]) -> set[str]:
+    """What stages would read of another trace, and have not."""
+    return {name for was, span in zip(before, spans, strict=True)
+            for name in _read(now, *span) - _read(first, *was)}
 
 
 def _read(graph: ModelGraph, start: int, end: int) -> set[str]:

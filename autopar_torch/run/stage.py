@@ -37,13 +37,13 @@ class PlacedBlock(NamedTuple):
 class StageRunner:
     """The blocks of one stage; programs are made per number of rows, when first needed."""
 
-    def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore) -> None:
+    def __init__(self, traced: Traced, plan: Plan, stage: Stage, store: ParamStore,
+                 is_end: bool) -> None:
         self.traced, self.plan, self.stage, self.store = traced, plan, stage, store
         self.axes, self.device = store.world.tensor_axes(stage), store.device
         self.first, self.last = stage.blocks or (0, 0)
         graph = traced.graph
         self.arriving = graph.crossing(self.first)
-        is_end = self.last == len(graph.blocks)
         self.leaving = {} if is_end else graph.crossing(self.last)
         self.outputs = graph.outputs if is_end else {}
         self.placed = [self._placed(i) for i in range(self.first, self.last)]

@@ -195,7 +195,17 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, Holders]:
         if key not in known:
             known[key] = _holders(plan, uses, places)
         found[name] = known[key]
+    if is_of_replicas(plan):
+        everyone = Holders(sorted(LocalParam(rank, (r, 0), Forms.whole(0), (), (), share)
+                                  for r, [[(rank, _, share)]] in enumerate(places)))
+        found |= dict.fromkeys(graph.unread, everyone)
     return found
+
+
+def is_of_replicas(plan: Plan) -> bool:
+    """Whether each device has all of the model, also what another trace may read."""
+    return all(len(replica.stages) == len(replica.stages[0].devices) == 1
+               for replica in plan.replicas)
 
 
 def _uses(plan: Plan, graph: ModelGraph) -> dict[str, list[tuple[int, str]]]:

@@ -148,14 +148,15 @@ def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
                names: Iterable[str]) -> list[list[Share]]:
     """Gradients that travel together, in the order in which the backward makes them: later blocks
     get theirs first."""
-    first_use = {name: graph.users(name)[0] for name in names}
+    first_use = {name: graph.users(name)[0] if graph.users(name) else -1 for name in names}
     open_: dict[tuple[object, ...], list[Share]] = {}
     done: list[list[Share]] = []
 
     def place(name: str) -> tuple[int, int]:
         """The same for all ranks, whichever blocks of theirs use it, and in which order."""
         first = first_use[name]
-        return -first, -list(graph.blocks[first].params.values()).index(name)
+        known = graph.blocks[first].params.values() if first >= 0 else graph.params
+        return -first, -list(known).index(name)
 
     for name in sorted(first_use, key=place):
         share = shares[name]

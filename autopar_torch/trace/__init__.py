@@ -293,8 +293,6 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
                          dict(zip(kinds[name].params, p.params.values(), strict=True)), p.outputs)
                    for p, name in zip(pieces, named, strict=True))
     outputs = _outputs(pieces, flat, captured)
-    used = {name for block in blocks for name in block.params.values()}
-    params = {n: i for n, i in known.items() if n in used or i.trainable}
     added = tuple(name for name, value in outputs.items() if rows.get(value) == PARTIAL)
     rowless = around.rowless
     if not any(shares.SLOT in piece.context for piece in pieces):
@@ -306,7 +304,7 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     places = {name: split for name in mixed if isinstance(split := rows.get(name), Split)}
     stuck = tangled(prologue, mixed, places, run, outputs.values())
     stuck += ("arange",) if picks_too(prologue, mixed, run) else ()
-    graph = ModelGraph(kinds, blocks, params, outputs, tuple(sorted(unruled)), added, stuck,
+    graph = ModelGraph(kinds, blocks, known, outputs, tuple(sorted(unruled)), added, stuck,
                        {node.name: info_of(node) for node in given_nodes(flat, captured.sources)})
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}

@@ -24,6 +24,7 @@ from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
 from . import opaque, settled
 from .burnt import Read, tensors_of
+from .caches import without
 from .call import Call
 from .casts import Casts
 from .checks import passed
@@ -230,13 +231,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device, info: Para
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_param else fake
 
 
-def _without_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Generation caches are of no use in training, and their objects stop export."""
-    config: Any = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", False)
-    return attributes_set(config, use_cache=False) if caches else contextlib.nullcontext()
-
-
 def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: LossFn | None,
             wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
             dtype: torch.dtype | None = None, most_opaque: int = 0, rows: int = ROWS) -> Captured:
@@ -374,7 +368,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
     told: list[tuple[tuple[str, ...], Form]] = []
     flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype, rows, answers)
     flat.training = effects.model.training
-    with (_fake_state(effects.model, mode, device, shapes, dtype), _without_cache(effects.model),
+    with (_fake_state(effects.model, mode, device, shapes, dtype), without(effects.model, call),
           call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),
           passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None)):
         try:

@@ -79,7 +79,19 @@ def flatten(captured: Captured) -> fx.Graph:
     params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
     graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
     _say_sizes(graph)
+    _detach_late(graph, params)
     return graph
+
+
+def _detach_late(graph: fx.Graph, params: frozenset[str]) -> None:
+    """A region without gradients detaches what it reads where it begins: parameters belong to the
+    module that reads them first."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [n for n in place if op_name(n) == "detach" and n.users]:
+        if node.args[0].name in params:  # type: ignore[union-attr]
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            node.meta = {**node.meta, "module": first.meta.get("module", "")}
 
 
 def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozenset[str],
@@ -151,7 +163,8 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
 
 
 def _say_sizes(graph: fx.Graph) -> None:
-    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know, and
+    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know
+    (`x.type_as(y)` a cast to its type), and
     `x.squeeze()` names its dims: a part of one row keeps that of the rows. Gradients are dense."""
     for node in graph.nodes:
         if node.target is aten.squeeze.default:
@@ -165,6 +178,9 @@ def _say_sizes(graph: fx.Graph) -> None:
         if node.target in _LIKE:
             node.target = _LIKE[node.target]
             node.args = (node.args[0], list(info_of(node).shape))
+        if node.target is aten.type_as.default:
+            node.target = aten.to.dtype
+            node.args = (node.args[0], getattr(torch, info_of(node).dtype))
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
