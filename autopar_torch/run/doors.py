@@ -138,12 +138,14 @@ def refuse_replaced(names: Sequence[str]) -> None:
             "as it shall be before parallelize")
 
 
-def refuse_frozen(names: Iterable[str], zero: int) -> None:
-    if zero:
+def refuse_thawed(names: Sequence[str], zero: int) -> None:
+    """What was frozen when the plan was made lies whole on each rank."""
+    if names:
         raise RunError(
-            f"{_few(sorted(names))}: requires_grad was changed after the plan was made",
+            f"{_few(sorted(names))}: trained now, and frozen when the plan was made",
             where=f"a plan with zero={zero}, whose pieces depend on what is trained",
-            fix="freeze before parallelize, or plan with constraints={'zero': 0}")
+            fix="make the first call, or pass example_inputs=, while all is trained that will be, "
+            "and freeze then; or plan with constraints={'zero': 0}")
 
 
 def refuse_other_numbers(now: Plan, then: Plan) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from ..errors import RunError
@@ -247,12 +246,10 @@ class ParallelModel(Around):
         if frozen != self._frozen and self.plan.zero and not torch.is_grad_enabled():
             return  # a frozen copy that is asked only, as a teacher
         if frozen != self._frozen:
-            doors.refuse_frozen(frozen ^ self._frozen, self.plan.zero)
-            self.graph = replace(self.graph, params={
-                name: info if info.buffer else replace(info, trainable=name not in frozen)
-                for name, info in self.graph.params.items()})
-            self.store.follow(self.graph)
-            self.reducer, self._frozen = self._reducer(), frozen
+            graph, self._frozen = self.store.follow(frozen), frozen
+            if graph is not self.graph:
+                self.graph = graph
+                self.reducer = self._reducer()
         self._seen_changes = self.burnt.number
 
     def begin_step(self) -> None:

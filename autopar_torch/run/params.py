@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
@@ -22,6 +23,7 @@ from ..shard.holdings import Box, all_holdings
 from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, boxes_of, buckets_of, own_of, shares_of
 from ..shard.watch import heard
+from . import doors
 from .sharded import Sharded, adopt, local, plainly
 from .spread import Spread, paste
 from .world import World
@@ -134,12 +136,22 @@ class ParamStore:
         self.buffers = {name: buffer for name, buffer in self.module.named_buffers()
                         if not isinstance(buffer, Sharded)}  # those that are whole here
 
-    def follow(self, graph: ModelGraph) -> None:
-        """Train other parameters from now on (never with ZeRO, whose pieces stay as they are)."""
-        self.graph = graph
-        for name, share in shares_of(self.plan, graph, self.world.rank, self.holdings).items():
+    def follow(self, frozen: Container[str]) -> ModelGraph:
+        """Train all but these from now on. What ZeRO has cut stays cut, and the graph as it was."""
+        if self.plan.zero:
+            doors.refuse_thawed([name for name, info in self.graph.params.items() if not (
+                info.trainable or info.buffer or name in frozen)], self.plan.zero)
+            for held in (held for held in self.held.values() if held.share.trained):
+                held.leaf.requires_grad_(held.name not in frozen)
+            return self.graph
+        self.graph = replace(self.graph, params={
+            name: info if info.buffer else replace(info, trainable=name not in frozen)
+            for name, info in self.graph.params.items()})
+        for name, share in shares_of(self.plan, self.graph, self.world.rank,
+                                     self.holdings).items():
             self.held[name].share = share
         self._make_leaves()
+        return self.graph
 
     def _make_leaves(self) -> None:
         with plainly():
