@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import autopar_torch as ap
 from autopar_torch.measure.bytes import TensorBytes
@@ -82,6 +83,33 @@ def middle_program(attention: str) -> tuple[fx.GraphModule, list[Any]]:
         patch.setattr(StageRunner, "_program", spy)
         ap.parallelize(llama(attention), plan=ap.Plan.uniform())(**BATCH)
     return found[len(found) // 2]
+
+
+class Regression(nn.Module):
+    """`mse_loss` broadcasts what is made and what is given, in one op with two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+                                    for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.mse_loss(x.sin(), y)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_what_is_given_beside_a_value_that_is_made_again_stays(part: float) -> None:
+    plain = Regression()
+    model = ap.parallelize(copy.deepcopy(plain), plan=ap.Plan.uniform(recompute=part))
+    for _ in range(3):  # the first step keeps all
+        x, y = torch.randn(2, 8, 12)
+        for own in (plain, model):
+            own.zero_grad()
+            own(x, y).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -142,7 +142,7 @@ class PackReader(fx.Interpreter):
     def __init__(self, program: fx.GraphModule) -> None:
         super().__init__(program)
         self.program = program
-        self.owner: dict[str, str] = {}
+        self.owners: dict[str, dict[int, str]] = {}  # of each memory that a node's result shows
         self.packs: dict[str, list[Pack]] = {}
         self.saved: dict[str, float] = {}
         self.dtypes: dict[str, torch.dtype] = {}  # of results that are one tensor
@@ -156,10 +156,11 @@ class PackReader(fx.Interpreter):
 
         with saved_tensors_hooks(pack, _unpack):
             result = super().run_node(node)
-        seen = {m: self.owner[n.name] for n in node.all_input_nodes for m in _memory(self.env[n])}
-        own = _memory(result)
-        self.owner[node.name] = seen.get(own[0], node.name) if own else node.name
-        seen = dict.fromkeys(own, self.owner[node.name]) | seen
+        seen: dict[int, str] = {}
+        for n in node.all_input_nodes:
+            seen |= self.owners[n.name]
+        self.owners[node.name] = {m: seen.get(m, node.name) for m in _memory(result)}
+        seen |= self.owners[node.name]
         if isinstance(result, Tensor):
             self.dtypes[node.name] = result.dtype
         self.packs[node.name] = [self._pack(value, seen) for value in packed]
@@ -177,8 +178,9 @@ class PackReader(fx.Interpreter):
     def costs(self) -> Savings:
         """Others keep parameters, inputs and results of the block."""
         graph = self.program.graph
-        others = {self.owner[n.name] for n in graph.nodes if n.op == "placeholder"}
-        others |= {self.owner[n.name] for n in graph.find_nodes(op="output")[0].all_input_nodes}
+        ends = [*graph.find_nodes(op="placeholder"),
+                *graph.find_nodes(op="output")[0].all_input_nodes]
+        others = {own for n in ends for own in (n.name, *self.owners[n.name].values())}
         return Savings({name: size for name, size in self.saved.items() if name not in others},
                      {n.name: _node_seconds(n) for n in graph.nodes if n.op != "output"}, others)
 
