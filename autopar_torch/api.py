@@ -103,6 +103,8 @@ def parallelize(
         honoured.tell_unused(place, limits, confirm, honoured.done_alone(limits),
                              "there is one process")
 
+    in_order = size == 1 and given is not None and given.num_micro_batches == 1
+
     def prepare(parallel: ParallelModel, call: Call, tensors: list[Tensor]) -> None:
         with untouched(device):
             def values_of(module: nn.Module) -> FullValues:
@@ -114,7 +116,7 @@ def parallelize(
 
     def tracer_of(module: nn.Module) -> tracing.Tracer:
         own = tracing.tracer(module, device, loss_fn, (given or limits).precision,
-                             limits.batch_statistics == "local", in_order=size == 1)
+                             limits.batch_statistics == "local", in_order=in_order)
         return tracing.once(own, place, module)
 
     parallel = ParallelModel(model, place, device, prepare, tracer_of(model), tracer_of, loss_fn,
@@ -263,7 +265,7 @@ def measure(
     place = world.World(rank, size)
     call, tensors = take_apart(*as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
-                         limits.batch_statistics == "local", in_order=size == 1)
+                         limits.batch_statistics == "local")
     call, tensors, traced = tracing.in_rows_or_one(tracing.once(own, place, model), call, tensors,
                                                    True, ("loss",))
     with untouched(world.device()):

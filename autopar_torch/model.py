@@ -189,8 +189,9 @@ class ModelGraph(Struct, frozen=True, dict=True):
         if border < len(self.blocks):
             return self.crossings()[border]
         returned = set(self.outputs.values())
-        return {v: self.kinds[block.kind].outputs[slot] for block in self.blocks
-                for slot, v in block.outputs.items() if v in returned}
+        made = {v: self.kinds[block.kind].outputs[slot] for block in self.blocks
+                for slot, v in block.outputs.items()}
+        return {v: info for v, info in (self.given | made).items() if v in returned}
 
     def crossings(self) -> list[dict[str, TensorInfo]]:
         """`crossing` of every border from 0 to the number of blocks, in one pass."""

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 import autopar_torch as ap
 import claims
+from autopar_torch.trace import trace
+from autopar_torch.trace.call import take_apart
 from nets import ALL, DP2, PP2, near, refused
 from texts import same, states
 
@@ -190,6 +192,44 @@ def claim_dropped_channels_differ_and_leave_the_users_generator_alone() -> None:
         assert states() == before, way
         kept = torch.stack(ys).view(4, 4, 16, 4)[..., 0] != 0
         assert all(not torch.equal(kept[i], kept[j]) for i in range(4) for j in range(i)), way
+
+
+class Deep(nn.Module):
+    """Equal layers, each of which drops rows of its own; a table that no block reads as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.register_buffer("table", torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table.cos()
+        for layer in self.layers:
+            x = x + layer(x) * (torch.rand(len(x), 1) < 0.5)
+        return x.square().mean()
+
+
+def test_equal_layers_draw_numbers_of_their_own() -> None:
+    found = trace(Deep(), take_apart((torch.zeros(4, 8),), {})[0])
+    drawn = [value for block in found.graph.blocks for value in block.context.values()
+             if value.startswith("lt")]
+    assert len(set(drawn)) == len(drawn) == 8
+
+
+def claim_a_rank_that_idles_has_what_is_computed_before_the_blocks() -> None:
+    model = ap.parallelize(Deep(), plan=ap.Plan.uniform(dp=1))
+    losses = [model(torch.ones(4, 8)).item() for _ in range(2)]
+    assert same(losses) and losses[0] != losses[1]
+
+
+def claim_a_script_that_runs_again_draws_the_same() -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model = ap.parallelize(Deep(), plan=ap.Plan.uniform(**DP2))
+        found.append(model(torch.ones(4, 8)).item())
+        del model
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

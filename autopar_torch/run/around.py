@@ -60,8 +60,17 @@ class Around(nn.Module):
         if more or named or not isinstance(mode, int):  # a method of the model's own
             return self.module.train(mode, *more, **named)  # type: ignore[call-arg]
         self.module.train(bool(mode))
-        self.training = bool(mode)
         return self
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """That of the module, whoever has set it."""
+        return "module" not in vars(self) or vars(self)["module"].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in vars(self):
+            self.module.training = mode
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         self.module.apply(fn)

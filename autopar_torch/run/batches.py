@@ -44,6 +44,10 @@ class SameBatch:
         self.num_calls += 1
         try:
             call, tensors = take_apart(args, kwargs, self.batch_dim, self.rowless)
+            if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+                raise TraceError("the model is called inside of torch.func (grad, vmap, jacrev)",
+                                 where="model(...)", fix="give torch.func the module itself, as "
+                                 "functional_call(model.module, ...), which every rank runs whole")
             if self.world.size > 1 and any(t.layout != torch.strided for t in tensors):
                 raise TraceError("a tensor of the batch is sparse", where="model(...)",
                                  fix="pass it as to_dense(), or register it as a buffer")

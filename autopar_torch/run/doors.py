@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,20 +67,28 @@ class Waiting(Protocol):
     _plan: Plan | None
 
 
+_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def expect_call(model: Waiting) -> None:
     """Warn at the first step for a model that was never called: its gradients came otherwise."""
-    waiting = [weakref.ref(model)]
+    _waiting.add(model)
+    _watch_steps()
 
+
+@functools.cache
+def _watch_steps() -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        model = waiting[0]() if waiting else None
-        if model is not None and model._plan is None:
-            own = {id(p) for p in model.module.parameters() if p.grad is not None}
-            if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
-                return
-            warn(log, "an optimizer steps, and the model was never called, so nothing is split: "
-                 "methods other than forward run the module whole on every rank. Give "
-                 "parallelize() a module whose forward calls the method")
-        waiting.clear()
+        for model in list(_waiting):
+            mine = {id(p) for p in model.module.parameters() if p.grad is not None}
+            if model._plan is None and mine.isdisjoint(
+                    id(p) for group in optimizer.param_groups for p in group["params"]):
+                continue
+            if model._plan is None:
+                warn(log, "an optimizer steps, and the model was never called, so nothing is "
+                          "split: methods other than forward run the module whole on every rank. "
+                          "Give parallelize() a module whose forward calls the method")
+            _waiting.discard(model)
 
     register_optimizer_step_pre_hook(before)
 

@@ -71,7 +71,6 @@ class ParallelModel(Around):
                  watch: bool = True) -> None:
         super().__init__()
         self.module, self.guards = module, guards or Guards()
-        self.training = module.training
         self.world, self.device, self._prepare = world, device, prepare
         self.outputs, self.loss_fn = tuple(outputs), loss_fn
         self.retrace, self.tracer_of = retrace, tracer_of
@@ -161,12 +160,13 @@ class ParallelModel(Around):
     def _reducer(self) -> Reducer:
         mine = [s for s in self.own(self.plan).stages if self.world.rank in s.devices]
         names = [n for stage in mine for n in self.graph.params_of(*(stage.blocks or (0, 0)))]
-        return Reducer(self.store, [*names, *self.store.held.keys() & {*self.graph.unread}])
+        return Reducer(self.store, [*names, *self.store.unread])
 
     def draw_as(self, place: int) -> None:
         """Ranks of a tensor group draw the same, other stages, replicas and models others."""
-        seed = self.world.told(another_seed(), int)
-        self.numbers = OwnNumbers(seed, place, self.device)
+        if "numbers" not in vars(self):
+            self.numbers = OwnNumbers(self.world.told(another_seed(), int), place, self.device)
+        self.numbers.place = place
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class ParallelModel(Around):
         settle()
         traced = self.retrace(call, self.training, ("loss", *self.outputs) if train else None)
         rows = max(1, call.num_rows // self.plan.num_micro_batches)
-        plan = shardings.again(self.plan, self.graph, traced, rows)
+        plan = shardings.again(self.plan, self.graph, traced, rows, self.store.unread)
         return remember(known, self._made(traced, plan))
 
     def _made(self, traced: Traced, plan: Plan) -> Program:

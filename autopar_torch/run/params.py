@@ -19,7 +19,7 @@ from torch._utils import _unflatten_dense_tensors
 from ..model import ModelGraph
 from ..plan import Plan
 from ..shard.collectives import Axis, added, arrive, gather_pieces, start_scatter, start_sum
-from ..shard.holdings import Box, all_holdings
+from ..shard.holdings import Box, all_holdings, unread_holdings
 from ..shard.parts import copy_rows, fill, flat_piece, part
 from ..shard.reduction import Share, boxes_of, buckets_of, own_of, shares_of
 from ..shard.watch import heard
@@ -65,7 +65,8 @@ class ParamStore:
         self.world, self.plan, self.graph, self.device = world, plan, graph, device
         self.module = model
         self.dtype = torch.bfloat16 if plan.precision == "bfloat16" else None
-        self.holdings = all_holdings(plan, graph)
+        self.unread = unread_holdings(plan, graph, world.size)
+        self.holdings = all_holdings(plan, graph) | self.unread
         self.tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         distinct = {id(held): held for held in self.holdings.values()}.values()
         world.make_groups(team.ranks for held in distinct for team in held.teams)

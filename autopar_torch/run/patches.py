@@ -1,7 +1,7 @@
 """Where torch would take this rank's part of a tensor for the whole that it stands for.
 
-`parameter.data = value` of a plain parameter, `torch.tensor(parameter)`, and what scripts for DDP
-reduce themselves.
+`parameter.data = value` of a plain parameter, `torch.tensor(parameter)`, what torch.func is given,
+and what scripts for DDP reduce themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 from torch.jit._builtins import _register_builtin
 from torch.utils._device import _device_constructors
 
@@ -52,15 +53,17 @@ def attend() -> None:
     _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit
     dist.all_reduce = _among_equals(dist.all_reduce, adds=True)
     dist.broadcast = _among_equals(dist.broadcast, adds=False)
+    for home, name in (eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim"):
+        setattr(home, name, _of_whole(getattr(home, name)))
 
 
 def _of_whole(plain: Any) -> Any:
     @functools.wraps(plain)
-    def tensor(data: Any, **kwargs: Any) -> Any:
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, Whole):
-            with plainly():
+            with plainly(), torch._C._DisableFuncTorch():
                 data = data.full()
-        return plain(data, **kwargs)
+        return plain(data, *args, **kwargs)
 
     return tensor
 

@@ -8,9 +8,11 @@ all there is to save.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import random
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -24,8 +26,6 @@ from ..shard.collectives import apart, generator
 from ..shard.rules import is_random
 from .agree import digest
 from .world import World
-
-_models = itertools.count()
 
 
 @contextlib.contextmanager
@@ -53,10 +53,16 @@ def draws(graphs: Iterable[fx.Graph]) -> bool:
     return any(is_random(node) for graph in graphs for node in graph.nodes)
 
 
+_living: weakref.WeakSet[OwnNumbers] = weakref.WeakSet()
+
+
 def another_seed() -> int:
     """What the script's seed makes of one more model: a teacher drops other values than its
-    student."""
-    return digest(torch.initial_seed(), next(_models))
+    student, and a model in the place of one that is gone the same."""
+    gc.collect()
+    taken = {own.seed for own in _living}
+    seeds = (digest(torch.initial_seed(), count) for count in itertools.count())
+    return next(seed for seed in seeds if seed not in taken)
 
 
 class OwnNumbers:
@@ -64,6 +70,7 @@ class OwnNumbers:
 
     def __init__(self, seed: int, place: int, device: torch.device) -> None:
         self.seed, self.place, self.step, self.device = seed, place, 0, device
+        _living.add(self)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

@@ -39,8 +39,11 @@ class Withheld:
         _refuse(next(leaf for leaf in flat if isinstance(leaf, Withheld)))
 
 
-def _refuse(self: Withheld, *_: Any, **__: Any) -> Any:
-    raise object.__getattribute__(self, "error")
+def _refuse(self: Withheld, *args: Any, **__: Any) -> Any:
+    error = object.__getattribute__(self, "error")
+    if args == ("dtype",):  # by which libraries ask for tensors
+        raise AttributeError("dtype") from error
+    raise error
 
 
 _USES = (

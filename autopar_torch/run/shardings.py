@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 
 import msgspec
@@ -26,7 +26,6 @@ from ..plan import (
     fit,
 )
 from ..shard.allowed import check as check_sharding
-from ..shard.holdings import is_of_replicas
 from ..shard.layout import Forms, parse_forms, parts_of
 from ..shard.price import Prices
 from ..shard.solve import KindTable, Spatial, solve_chain, tabulate
@@ -163,27 +162,27 @@ def _shares(graph: ModelGraph, blocks: Sequence[Block], chosen: Sequence[Shardin
     return held / full if full else 0.0
 
 
-def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int) -> Plan:
-    """The plan for another trace of the same model: parameters lie as they do, ops follow."""
+def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int,
+          unread: Collection[str]) -> Plan:
+    """The plan for another trace of the same model: parameters lie as they do, ops follow. What the
+    first did not read may be read, where every rank has it."""
     new = traced.graph.params.keys() - first.params.keys()
-    spare = {*first.unread} if is_of_replicas(plan) else set()
-    spans: dict[Stretch, Stretch] = {}
+    replicas = []
     for replica in plan.replicas:
         before = [stage.blocks or (0, 0) for stage in replica.stages]
         now = min((_by_names(first, traced.graph, before), _by_params(first, traced.graph, before)),
                   key=lambda found: len(_unheld(first, traced.graph, before, found)))
-        new |= _unheld(first, traced.graph, before, now) - spare
-        spans |= zip(before, now, strict=True)
+        new |= _unheld(first, traced.graph, before, now) - {*unread}
+        replicas.append(msgspec.structs.replace(replica, stages=tuple(
+            msgspec.structs.replace(stage, shardings=None, blocks=blocks)
+            for stage, blocks in zip(replica.stages, now, strict=True))))
     if new:
         raise PlanError(
             f"this call uses {min(new)} where the first did not", where="parameters and buffers",
             fix="make the first call, or example_inputs=, with the modules in the modes (train, "
             "eval) and the branches that need it; or use replicas (tp=1, pp=1), which have all "
             "of the model")
-    bare = msgspec.structs.replace(plan, shardings=(), replicas=tuple(
-        msgspec.structs.replace(replica, stages=tuple(
-            msgspec.structs.replace(stage, shardings=None, blocks=spans[stage.blocks or (0, 0)])
-            for stage in replica.stages)) for replica in plan.replicas))
+    bare = msgspec.structs.replace(plan, shardings=(), replicas=tuple(replicas))
     check_rows(bare, traced.graph)
     return complete(bare, traced, rows, pins_of(plan, first))
 

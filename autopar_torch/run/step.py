@@ -83,7 +83,8 @@ class RankStep:
         self._refuse_rowless(spans)
         self.num_parts = sum(map(len, spans))  # of the rows
         self.rowless = replica is not None and not spans[replica]
-        if plan.zero == 3:  # a replica without rows runs one that does not count
+        # A replica without rows runs one that does not count: to exchange, or to move its buffers.
+        if plan.zero == 3 or call.in_one_row:
             spans = [span or [(0, 1)] for span in spans]
         self.rows = [] if replica is None else spans[replica]
         self.in_step = len({len(span) for span in spans}) == 1

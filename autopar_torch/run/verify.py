@@ -71,7 +71,8 @@ def _trials(parallel: ParallelModel, program: Program, call: Call,
     here = [t.to(parallel.device) for t in tensors]
     coupled = program.traced.graph.coupled  # offsets of bags, say, point to all rows
     rows = call.num_rows if coupled else min(ROWS, call.num_rows)
-    whole = program.prologue.for_batch(call, here)
+    with parallel.numbers.drawing_alike():
+        whole = program.prologue.for_batch(call, here)
     context = program.prologue.for_rows(call, here, whole, 0, rows)
     graph = program.traced.graph
     for _, runner in sorted(program.stages.items()):

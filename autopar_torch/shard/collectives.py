@@ -377,8 +377,9 @@ class SyncBatchNorm(nn.Module):
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 mean, var = (value.detach().to(running_mean.dtype) for value in (mean, var))
-                running_mean.lerp_(mean, self.momentum)
-                running_var.lerp_(var * total / (total - 1), self.momentum)
+                # As torch's op does it: a backward may have them, and reads them not.
+                running_mean.data.lerp_(mean, self.momentum)
+                running_var.data.lerp_(var * total / (total - 1), self.momentum)
         return cast(Tensor, y.to(x.dtype))
 
 

@@ -195,17 +195,18 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, Holders]:
         if key not in known:
             known[key] = _holders(plan, uses, places)
         found[name] = known[key]
-    if is_of_replicas(plan):
-        everyone = Holders(sorted(LocalParam(rank, (r, 0), Forms.whole(0), (), (), share)
-                                  for r, [[(rank, _, share)]] in enumerate(places)))
-        found |= dict.fromkeys(graph.unread, everyone)
     return found
 
 
-def is_of_replicas(plan: Plan) -> bool:
-    """Whether each device has all of the model, also what another trace may read."""
-    return all(len(replica.stages) == len(replica.stages[0].devices) == 1
-               for replica in plan.replicas)
+def unread_holdings(plan: Plan, graph: ModelGraph, num_ranks: int) -> dict[str, Holders]:
+    """Of what another trace may read, where each rank has all of the model."""
+    stages = [(r, stage) for r, replica in enumerate(plan.replicas) for stage in replica.stages]
+    if not len(plan.replicas) == len(stages) == sum(len(s.devices) for _, s in stages) == num_ranks:
+        return {}
+    everyone = Holders(sorted(LocalParam(
+        stage.devices[0], (r, 0), Forms.whole(0), (), (), (stage.share or (1,))[0])
+        for r, stage in stages))
+    return dict.fromkeys(graph.unread, everyone)
 
 
 def _uses(plan: Plan, graph: ModelGraph) -> dict[str, list[tuple[int, str]]]:

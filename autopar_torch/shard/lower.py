@@ -35,7 +35,7 @@ from .linear import direct_linear
 from .parts import part
 from .price import Move, moves
 from .ring_attention import RingAttention
-from .rows import give_real_sizes
+from .rows import give_real_sizes, rows_dim
 from .rules import OPERANDS, OWNED, ShapedOp, is_random, op_name
 from .solve import OpWay, chosen_way, ways
 from .spatial import SpatialLinear
@@ -207,7 +207,8 @@ class Lowering:
             module = RingAttention(self.axes[choice.around], ShapedOp(node).arg(6, "scale"))
             return self.graph.call_module(self._module("ring_attention", module),
                                           tuple(ready[value] for value in ShapedOp(node).inputs))
-        if name == "batch_norm" and node.args[5] and self.replicas is not None:
+        if name == "batch_norm" and node.args[5] and self.replicas is not None and rows_dim(
+                ShapedOp(node).shapes[0]) != WHOLE:
             args = [ready[a] if isinstance(a, fx.Node) else None for a in node.args[:5]]
             peers = self._peers(self.replicas, node, choice)
             norm = collectives.SyncBatchNorm(peers, node.args[6], node.args[7])  # type: ignore[arg-type]

@@ -39,7 +39,8 @@ def row_flow(graph: fx.Graph, carries: Mapping[fx.Node, Layout],
         elif PARTIAL in have and _is_linear(op, have):
             flow[node] = PARTIAL
         else:  # statistics of the batch leave rows where they are, two batches in one dim, say
-            flow[node] = have[0] if op.name == "batch_norm" else rows_dim(op.out)
+            stay = op.name == "batch_norm" and isinstance(have[0], Split)
+            flow[node] = have[0] if stay else rows_dim(op.out)
             coupled.append(node)
     return flow, coupled
 

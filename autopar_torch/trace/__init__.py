@@ -20,7 +20,7 @@ from ..model import ROWS, Block, Kind, ModelGraph, ParamInfo, TensorInfo
 from ..shard import loss_sums
 from ..shard.layout import PARTIAL, Layout, Split
 from ..shard.rows import row_flow, rows_dim
-from ..shard.rules import op_name, writers
+from ..shard.rules import is_random, op_name, writers
 from ..shard.strategies import strategies
 from . import draws, losses, masks, opaque, row_numbers, shares, tails
 from .apart import mixing, picks_too
@@ -77,7 +77,8 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
             captured = few()
             if not captured.form.left:  # each layer may leave something
                 pieces, flat = _cut(captured, known, call, placed, few, in_order)
-                if chain := repeat(pieces, stacks):
+                drawn = any(map(is_random, flat.nodes)) and not in_order  # each layer has its own
+                if chain := not drawn and repeat(pieces, stacks):
                     return _assemble(chain, flat, captured, known, local)
     with _told():
         whole = partial(capture, model, call, **options, most_opaque=opaque.MOST)

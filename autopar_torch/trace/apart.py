@@ -235,10 +235,10 @@ def _apart(graph: fx.Graph, asked: Sequence[fx.Node], once: Collection[str], giv
         whole[n.name], [p[n.name] for p in parts], info_of(n), n.meta.get("rows", WHOLE))}
 
 
-def rows_of(value: Tensor, info: TensorInfo, rows: Sequence[int], outer: int = 1) -> Tensor:
+def rows_of(value: Any, info: Any, rows: Sequence[int], outer: int = 1) -> Any:
     """These rows of a value, of which all are in each of `outer` parts; all of it where it has
     none."""
-    dim = info.rows_dim
+    dim = info.rows_dim if isinstance(info, TensorInfo) else None
     if dim is None:
         return value
     each, opened = at_rows(info.shape[dim] // outer, 1), value.unflatten(dim, (outer, -1))

@@ -115,7 +115,9 @@ class Effects:
                 error = TraceError(
                     f"forward changes {mention.name}, and a trace would change it once",
                     where="forward", fix="keep it in a buffer of a module" + _OTHERS)
-                if any(isinstance(x, Tensor) for x in tree_leaves(value)):
+                registered = not items and isinstance(value, (dict, list, set, deque))
+                if not registered or is_plain(value) or any(
+                        isinstance(x, Tensor) for x in tree_leaves(value)):
                     raise error
                 self.changed, self.left_only = error, False
         for name, own in (*self.model.named_modules(), *self.settings):

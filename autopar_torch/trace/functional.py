@@ -330,6 +330,8 @@ def _twin(node: fx.Node) -> Any:
     overload: str = node.target._overloadname  # type: ignore[union-attr]
     if found := _DRAWS.get((name, overload)):
         return found
+    if name in ("pow_", "float_power_") and overload == "Scalar":
+        overload = "Tensor_Scalar"  # in `pow.Scalar` the number is the base
     return getattr(getattr(aten, name[:-1], None), overload, None)
 
 

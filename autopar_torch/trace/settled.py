@@ -34,10 +34,11 @@ def constant(module: fx.GraphModule, wanted: Sequence[fx.Node], known: Mapping[s
         if node.op == "placeholder":
             if node.name not in state and node.name not in known:
                 return None
-            given.append(known[node.name] if node.name in known else
+            given.append(known[node.name].clone() if node.name in known else
                          torch.zeros_like(node.meta["val"], device="cpu"))
+    versions = [value._version for value in given]
     found: list[Tensor] = fx.Interpreter(fx.GraphModule(module, graph)).run(*given)
-    return found
+    return found if versions == [value._version for value in given] else None
 
 
 def _text(graph: fx.Graph, kept: KeptNodes) -> str:

@@ -103,7 +103,8 @@ def _traits(piece: TracedBlock, given: Collection[tuple[str, Layout]], around: S
         if len(options) != sum(n.op == "call_function" for n in piece.graph.nodes):
             options = strategies(piece.graph, carries)  # scaling puts new ops in
         found = traits(piece.graph, carries, known, options)
-        left = [n for n in found.coupled if op_name(n) != "batch_norm"]
+        left = [n for n in found.coupled if op_name(n) != "batch_norm"
+                or found.flow.get(n.all_input_nodes[0]) == PARTIAL]
         if not left:
             break
         if left[0] in inside:
