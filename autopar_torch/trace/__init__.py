@@ -77,7 +77,8 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
             captured = few()
             if not captured.form.left:  # each layer may leave something
                 pieces, flat = _cut(captured, known, call, placed, few, in_order)
-                drawn = any(map(is_random, flat.nodes)) and not in_order  # each layer has its own
+                inside = {node for piece in pieces for node in piece.nodes}
+                drawn = any(map(is_random, {*flat.nodes} - inside))  # by each layer for itself
                 if chain := not drawn and repeat(pieces, stacks):
                     return _assemble(chain, flat, captured, known, local)
     with _told():
