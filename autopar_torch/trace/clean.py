@@ -79,19 +79,7 @@ def flatten(captured: Captured) -> fx.Graph:
     params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
     graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
     _say_sizes(graph)
-    _detach_late(graph, params)
     return graph
-
-
-def _detach_late(graph: fx.Graph, params: frozenset[str]) -> None:
-    """A region without gradients detaches what it reads where it begins: parameters belong to the
-    module that reads them first."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in [n for n in place if op_name(n) == "detach" and n.users]:
-        if node.args[0].name in params:  # type: ignore[union-attr]
-            first = min(node.users, key=place.__getitem__)
-            first.prepend(node)
-            node.meta = {**node.meta, "module": first.meta.get("module", "")}
 
 
 def _copy(graph: fx.Graph, module: Any, env: dict[fx.Node, Any], params: frozenset[str],
