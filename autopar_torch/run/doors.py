@@ -80,11 +80,10 @@ def expect_call(model: Waiting) -> None:
 def _watch_steps() -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for model in list(_waiting):
-            mine = {id(p) for p in model.module.parameters() if p.grad is not None}
-            if model._plan is None and mine.isdisjoint(
-                    id(p) for group in optimizer.param_groups for p in group["params"]):
-                continue
             if model._plan is None:
+                mine = {id(p) for p in model.module.parameters() if p.grad is not None}
+                if mine.isdisjoint(id(p) for own in optimizer.param_groups for p in own["params"]):
+                    continue
                 warn(log, "an optimizer steps, and the model was never called, so nothing is "
                           "split: methods other than forward run the module whole on every rank. "
                           "Give parallelize() a module whose forward calls the method")

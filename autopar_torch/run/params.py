@@ -7,7 +7,7 @@ The user's Parameter objects keep their identity and hold this rank's part. Bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -197,15 +197,15 @@ class ParamStore:
         if self.gathers_per_use(held):
             held.leaf.untyped_storage().resize_(0)
 
-    def refresh(self) -> None:
-        """Bring the leaves up to date with what the optimizer did to the parameters."""
+    def refresh(self, read: Container[str]) -> None:
+        """Bring the leaves that are read up to date with what the optimizer did to parameters."""
         with torch.no_grad(), plainly():
             for leaf, tensor in self.same:
                 if leaf.data_ptr() != tensor.data_ptr():
                     leaf.data = tensor.data
             for held in self.copied:
                 held.leaf.data.copy_(held.tensor)  # an earlier forward may still need its backward
-        self.gather(self.gathered)
+        self.gather(held for held in self.gathered if held.name in read)
 
     def versions(self, but: Container[str]) -> list[int]:
         """Other numbers after any parameter or buffer, `but` these, has changed in place."""
@@ -355,7 +355,8 @@ class Reducer:
         self.store = store
         shares = {name: held.share for name, held in store.held.items()}
         groups = buckets_of(shares, store.graph, store.plan, names)
-        self.buckets = [GradBucket([store.held[s.name] for s in group]) for group in groups]
+        self.all_buckets = [GradBucket([store.held[s.name] for s in group]) for group in groups]
+        self.buckets = self.all_buckets  # those of the step
         self.bucket_of = {h.name: b for b in self.buckets for h in b.helds}
         self.sums: dict[str, Tensor] = {}
         self.final: frozenset[str] = frozenset()  # whose last gradient is coming
@@ -376,9 +377,11 @@ class Reducer:
         """Parameters that got gradients on this rank since the step began."""
         return set().union(*(bucket.reached for bucket in self.buckets))
 
-    def begin(self, in_step: bool, varies: bool) -> None:
-        """A new step; `in_step`: every replica has the same number of micro-batches; `varies`: some
-        gradients may come on some ranks only, so no bucket starts before the backward ends."""
+    def begin(self, in_step: bool, varies: bool, read: Collection[str]) -> None:
+        """A new step, of what is `read`; `in_step`: every replica has the same number of
+        micro-batches; `varies`: some gradients may come on some ranks only, so no bucket starts
+        before the backward ends."""
+        self.buckets = [b for b in self.all_buckets if not b.names.isdisjoint(read)]
         self.sums, self.final, self.varies = {}, frozenset(), varies
         self.per_micro_batch = self.store.plan.zero >= 2 and in_step
         for bucket in self.buckets:

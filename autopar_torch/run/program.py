@@ -14,13 +14,13 @@ from ..plan import Plan, Replica
 from ..progress import warn
 from ..proof import check
 from ..schedule import Schedule, build
+from ..shard.rules import is_random
 from ..trace import Traced
 from ..trace.burnt import Burnt
 from ..trace.opaque import calls_modules
 from ..trace.row_branches import holds
 from .params import ParamStore
 from .prologue import Prologue
-from .randomness import draws
 from .stage import StageRunner
 
 MOST, MANY = 16, 6  # traces of one form of call: that are kept; of which it is said
@@ -42,7 +42,9 @@ class Program:
         self.state, self.number = burnt.described(traced.reads), burnt.number
         names = [n for runner in self.stages.values() for n in runner.context_names()]
         self.prologue = Prologue(traced, names, store.buffers, store.device)
-        self.draws = world.size > 1 and draws([*traced.programs.values(), traced.prologue])
+        self.params = {*traced.graph.params_of(0, len(traced.graph.blocks))}  # of all stages
+        self.draws = world.size > 1 and any(is_random(node) for graph in (
+            *traced.programs.values(), traced.prologue) for node in graph.nodes)
         self.varies = calls_modules(traced.programs.values())
         self._schedules: dict[tuple[int, bool, str], Schedule] = {}
         self._name, self._positions = plan.schedule, replica.position_of

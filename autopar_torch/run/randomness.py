@@ -13,17 +13,16 @@ import itertools
 import json
 import random
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..shard.collectives import apart, generator
-from ..shard.rules import is_random
 from .agree import digest
 from .world import World
 
@@ -46,11 +45,6 @@ def untouched(device: torch.device, *, python: bool = True) -> Iterator[None]:
 
 def generators(device: torch.device) -> list[torch.Generator]:
     return [generator(torch.device(kind)) for kind in dict.fromkeys(("cpu", str(device)))]
-
-
-def draws(graphs: Iterable[fx.Graph]) -> bool:
-    """Whether any op of these draws numbers."""
-    return any(is_random(node) for graph in graphs for node in graph.nodes)
 
 
 _living: weakref.WeakSet[OwnNumbers] = weakref.WeakSet()

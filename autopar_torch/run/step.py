@@ -186,9 +186,9 @@ class RankStep:
         `keep`: what these need is kept."""
         parallel, program = self.parallel, self.program
         with self.recorder.computing("refresh"):
-            parallel.store.refresh()
+            parallel.store.refresh(program.params)
         if back:
-            parallel.reducer.begin(self.in_step, program.varies)
+            parallel.reducer.begin(self.in_step, program.varies, program.params)
         values: Values = {}
         sums: list[Any] = []
         pace = self.recorder if isinstance(self.recorder, Stopwatch) else None
@@ -248,7 +248,7 @@ class RankStep:
                     for name, grad in upstream.items()}
         for runner in program.stages.values():
             runner.live, runner.keeps = self.program.traced.graph.leading_to(upstream), more
-        parallel.reducer.begin(self.in_step, program.varies)
+        parallel.reducer.begin(self.in_step, program.varies, program.params)
         if program.stages:
             schedule = program.schedule(len(self.rows), True, "gpipe")
             self._run(rest(schedule), True, lambda _: None)

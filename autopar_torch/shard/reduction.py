@@ -147,7 +147,7 @@ def _in_one_stage(plan: Plan, graph: ModelGraph, name: str) -> bool:
 def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
                names: Iterable[str]) -> list[list[Share]]:
     """Gradients that travel together, in the order in which the backward makes them: later blocks
-    get theirs first."""
+    get theirs first. Those of what no block reads travel apart, as they seldom do."""
     first_use = {name: graph.users(name)[0] if graph.users(name) else -1 for name in names}
     open_: dict[tuple[object, ...], list[Share]] = {}
     done: list[list[Share]] = []
@@ -162,7 +162,7 @@ def buckets_of(shares: Mapping[str, Share], graph: ModelGraph, plan: Plan,
         share = shares[name]
         if not share.trained:
             continue
-        block = first_use[name] if plan.zero >= 2 else 0
+        block = first_use[name] if plan.zero >= 2 else min(0, first_use[name])
         key = (share.team, share.zero, share.same_schedule, share.dtype, block)
         open_.setdefault(key, []).append(share)
         if sum(s.num_local * item_bytes(s.dtype) for s in open_[key]) >= plan.bucket_bytes:

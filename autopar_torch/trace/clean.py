@@ -151,9 +151,9 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
 
 
 def _say_sizes(graph: fx.Graph) -> None:
-    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know
-    (`x.type_as(y)` a cast to its type), and
-    `x.squeeze()` names its dims: a part of one row keeps that of the rows. Gradients are dense."""
+    """`x.view_as(y)` becomes a view of the sizes that y has, which rules and lowering know, and
+    `x.type_as(y)` a cast to its type. `x.squeeze()` names its dims: a part of one row keeps that of
+    the rows. Gradients are dense."""
     for node in graph.nodes:
         if node.target is aten.squeeze.default:
             shape = info_of(node.args[0]).shape
