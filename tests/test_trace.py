@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
+import autopar_torch as ap
 import zoo
 from autopar_torch.errors import AutoparError, TraceError
 from autopar_torch.model import ROWS, at_rows
@@ -112,6 +113,47 @@ class UsesItsIndex(nn.Module):
 def test_layers_that_use_their_index_are_traced_in_full() -> None:
     graph = traced(UsesItsIndex(), x=torch.zeros(2, 4)).graph
     assert len({block.kind for block in graph.blocks}) >= 8
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x).tanh()
+
+
+class Looped(nn.Module):
+    """A stack that runs more than once, or that something else reads, too."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.way = nn.ModuleList([_Residual() for _ in range(8)]), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = x.new_zeros(())
+        for turn in range(2 if self.way != "read too" else 1):
+            with torch.set_grad_enabled(turn > 0 or self.way != "with gradients once"):
+                for layer in self.layers:
+                    x = layer(x)
+        if self.way == "read too":
+            penalty = sum((p.square().sum() for p in self.layers.parameters()), penalty)
+        return x.square().mean() + 0.1 * penalty
+
+
+@pytest.mark.parametrize("way", ["twice", "with gradients once", "read too"])
+def test_a_stack_is_repeated_only_where_it_runs_once_and_alone(way: str) -> None:
+    model, x = Looped(way), torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    plan = ap.Plan.uniform(num_micro_batches=1)
+    split = ap.parallelize(Looped(way), plan=plan, guards={"first_step": False})
+    loss, want = split(x), model(x)
+    loss.backward()
+    want.backward()
+    torch.testing.assert_close(loss.detach(), want.detach())
+    for own, plain in zip(split.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, plain.grad)
 
 
 class _Twice(nn.Module):

@@ -206,14 +206,16 @@ def _merge_ties(graph: fx.Graph, sources: dict[str, InputSource]) -> None:
 
 
 def repeat(pieces: list[TracedBlock], stacks: dict[str, int]) -> list[TracedBlock] | None:
-    """Children 0, 1, 2 of each stack become all of its children; None if they are not alike."""
+    """Children 0, 1, 2 of each stack become all of its children; None if they are not alike, or run
+    more than once, or anything else reads their parameters."""
     for stack, count in stacks.items():
         pieces = [_renamed(p, f"{stack}.2", f"{stack}.{count - 1}") for p in pieces]
-        names = [p.name for p in pieces]
         kept = [f"{stack}.0", f"{stack}.1", f"{stack}.{count - 1}"]
-        if any(names.count(name) != 1 for name in kept):
+        inside = [i for i, p in enumerate(pieces) if any(
+            name.startswith(f"{stack}.") for name in (p.name, *p.params.values()))]
+        if [pieces[i].name for i in inside] != kept:
             return None
-        zero, one, last = (names.index(name) for name in kept)
+        zero, one, last = inside
         if (one, last) != (zero + 1, zero + 2) or not _goes_on(pieces, one, last):
             return None
         pieces = [*pieces[:one], *_all_children(pieces[one], pieces[last], stack, count),
