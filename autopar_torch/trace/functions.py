@@ -87,7 +87,10 @@ def _data_of(value: Tensor) -> Tensor:
 
 
 def _own_backwards() -> contextlib.AbstractContextManager[None]:
-    plain: Any = vars(Function)["apply"].__func__
+    kept: Any = vars(Function)["apply"]  # of Python, since torch 2.14 of C++
+
+    def plain(own: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return kept.__get__(None, own)(*args, **kwargs)
 
     def apply(own: type[Function], *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
