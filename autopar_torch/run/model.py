@@ -78,7 +78,7 @@ class ParallelModel(Around):
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
-        self.burnt, self._seen_changes = Burnt(module), 0
+        self.burnt, self._seen_changes = Burnt(module, loss_fn), 0
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.loss_scale = LossScale()
         self.fallback: Callable[[Call, list[Tensor]], Any] | None = None

@@ -7,7 +7,6 @@ read. The quick check compares identities only; what it finds changed is describ
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .settings import LONGEST, UNREAD, is_plain, is_settings, mentioned, settings_in, shown, text_of
+from .settings import (
+    LONGEST,
+    OUTSIDE,
+    UNREAD,
+    copied,
+    is_plain,
+    is_settings,
+    settings_in,
+    shown,
+    text_of,
+    watched,
+)
 
 ReadAttributes = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> its value, as text
 Read = tuple[str, str]  # class of a module, attribute
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
-OUTSIDE = "outside of the model: "
 MOST_ELEMENTS = 1 << 20  # of an array that is compared before each call
 _LIBRARIES = ("torch.", "transformers.")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
@@ -71,10 +80,11 @@ def kind_of(kind: type) -> str:
 
 
 class Burnt:
-    """The state of a module tree; `number` rises whenever something in it has changed."""
+    """The state of a module tree, and of its loss; `number` rises whenever something in it has
+    changed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.number = model, 0
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self.model, self.loss_fn, self.number = model, loss_fn, 0
         self.num_outside = 0  # how often something has changed that may differ from rank to rank
         self.reads: frozenset[Read] = frozenset()
         self._objects: dict[int, tuple[int, Any]] = {}  # identity -> number, and the object
@@ -123,18 +133,18 @@ class Burnt:
             )
 
     def _refresh(self) -> None:
-        modules = dict(self.model.named_modules())
+        modules, named = watched(self.model, self.loss_fn)
         held = [t for m in modules.values() for t in (m._parameters, m._buffers, m._modules)]
         self._empty = [table for table in held if not table]
-        named = list(mentioned({type(own) for own in modules.values()}))
         self._mentioned = [(mention, value) for mention in named
                            if is_plain(value := mention.get()) or is_settings(value)
                            or isinstance(value, (Tensor, np.ndarray))]
         settings = list(self._settings(modules, self.reads))
         owners = [*modules.values(), *(own for _, own in settings)]
-        tables = [*map(vars, owners), *filter(None, held)]
+        tables: list[Any] = [*map(vars, owners), *filter(None, held)]
         values = [v for own in owners for _, v in attributes(own)]
         values += [value for _, value in self._mentioned]
+        values += [x for item in modules.items() for _, x in outside_tensors(*item)]
         self._nests = [(v, tree_leaves(v)) for v in values if _holds_others(v)]
         values += [leaf for _, leaves in self._nests for leaf in leaves]
         self._tables = [(table, list(table.values())) for table in tables]
@@ -146,7 +156,7 @@ class Burnt:
         self._versions = list(map(_version, self._loose))
         self._containers = [v for v in values if isinstance(v, (list, dict, set, deque))
                             and is_plain(v)]
-        self._copies = copy.deepcopy(self._containers)
+        self._copies = [*map(copied, self._containers)]
         self._arrays = [(v, v.copy()) for v in values if isinstance(v, np.ndarray)
                         and v.size <= MOST_ELEMENTS]
         state = dict(self._describe(modules, self.reads, settings))
@@ -160,7 +170,7 @@ class Burnt:
 
     def described(self, reads: frozenset[Read]) -> ReadAttributes:
         """What decides about a trace that has read these attributes."""
-        modules = dict(self.model.named_modules())
+        modules, _ = watched(self.model, self.loss_fn)
         return dict(self._describe(modules, reads, self._settings(modules, reads)))
 
     def _settings(self, modules: Mapping[str, nn.Module],
@@ -180,6 +190,7 @@ class Burnt:
             for key, value in attributes(module):
                 if key == "training" or (kind, key) in reads:
                     yield (name, key), self._shown(value)
+            yield from (((name, key), self._shown(x)) for key, x in outside_tensors(name, module))
             for i, (where, hook) in enumerate(user_hooks(module)):
                 yield (name, f"{where} {i}"), self._shown(hook)
         for name, tensor in tensors_of(self.model).items():
@@ -207,6 +218,13 @@ class Burnt:
 
     def _number(self, thing: Any) -> int:
         return self._objects.setdefault(id(thing), (len(self._objects), thing))[0]
+
+
+def outside_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of a module outside, which a trace holds for constants."""
+    if name.startswith(OUTSIDE):
+        for held in (module._parameters, module._buffers):
+            yield from ((key, x) for key, x in held.items() if x is not None)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Any]:

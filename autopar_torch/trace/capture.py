@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 import traceback
@@ -76,7 +77,8 @@ class _Flat(nn.Module):
                  dtype: torch.dtype | None, rows: int, answers: Answers) -> None:
         super().__init__()
         self.dtype, self.rows, self.answers = dtype, rows, answers
-        self.model, self.call, self.loss_fn, self.wanted = effects.model, call, loss_fn, wanted
+        self.model, self.call, self.wanted = effects.model, call, wanted
+        self.outputs = functools.partial(outputs_of, effects.model, loss_fn)  # which has no names
         self.effects, self.grads = effects, torch.is_grad_enabled()
         self.tell = tell  # export undoes changes of attributes, so names leave by a callback
 
@@ -84,7 +86,7 @@ class _Flat(nn.Module):
         casts = Casts(self.dtype) if self.dtype else contextlib.nullcontext()
         with (casts, self.effects.none(), _grads(self.grads),
               asking(self.call.num_rows, self.rows, self.answers)):
-            form, named = outputs_of(self.model, self.loss_fn, *self.call.rebuild(tensors))
+            form, named = self.outputs(*self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
         self.tell((names, form))
         whole = (x.clone() if isinstance(x := named[n], nn.Parameter) else x for n in names)
@@ -264,7 +266,7 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
 
 def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
               *how: Any) -> Captured:
-    mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model)
+    mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model, how[0])
     answers: Answers = {}
     first, tensors = first_names(model), tensors_of(model)
     refuse_sparse(tensors.values(), "")
@@ -284,17 +286,21 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-            _refuse_lost(consts[source.name])
+            _refuse_lost(consts[source.name], effects)
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type), answers,
                     0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)
 
 
-def _refuse_lost(const: Any) -> None:
+def _refuse_lost(const: Any, effects: Effects) -> None:
     """A constant that is none: a trace would keep what it was."""
     if not isinstance(const, Tensor):
         raise TraceError(f"forward uses a {type(const).__name__}, which a trace cannot keep",
                          where="forward")
+    if name := effects.trained_outside(const):
+        raise PlanError(f"forward or the loss reads {name}, a parameter that no plan trains, as it "
+                        "is no part of the model", where="forward",
+                        fix="register it in the model, or read its detach()")
     if isinstance(const, FakeTensor):
         raise TraceError("forward computes with gradients that it has made itself "
                          "(torch.autograd.grad), which a trace does not follow", where="forward")
@@ -335,7 +341,7 @@ def _same_again(effects: Effects, first: ExportedProgram, told: Told,
     if values is None or any(size % ROWS == 0 for x in values for size in x.shape if size):
         raise refusal
     effects.settled(values)
-    after = Effects(effects.model)
+    after = Effects(effects.model, effects.loss_fn)
     try:
         program, told_after = export(after)
     except TraceError as error:

@@ -7,7 +7,6 @@ would be gone without a word.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import linecache
@@ -30,8 +29,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import PlanError, TraceError
-from .burnt import HOOKS, MOST_ELEMENTS, Read, attributes, is_library, kind_of, user_hooks
-from .settings import PLAIN, UNREAD, is_plain, mentioned, settings_in, text_of
+from .burnt import (
+    HOOKS,
+    MOST_ELEMENTS,
+    Read,
+    attributes,
+    is_library,
+    kind_of,
+    outside_tensors,
+    user_hooks,
+)
+from .settings import (
+    OUTSIDE,
+    PLAIN,
+    UNREAD,
+    copied,
+    function_of,
+    is_plain,
+    settings_in,
+    text_of,
+    watched,
+)
 
 _Cached = functools._lru_cache_wrapper
 _NO_TENSORS = "torch", "numpy", "autopar_torch"  # their cached functions keep none
@@ -45,17 +63,23 @@ Attributes = dict[str, tuple[Any, Any, dict[str, Any]]]  # -> (object, what it h
 class Effects:
     """What one trace has seen of the Python around the tensor operations."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.modules, named = watched(model, loss_fn)
         self.settings = list(settings_in(
-            (f"{name}.{key}".lstrip("."), value) for name, own in model.named_modules()
+            (f"{name}.{key}".lstrip("."), value) for name, own in self.modules.items()
             for key, value in attributes(own)))
         self.buffers = {id(own): {n for n, value in own._buffers.items() if value is not None}
-                        for own in model.modules()}
+                        for own in self.modules.values()}
         self.before = {id(own): (own, self._state(own))
-                       for own in (*model.modules(), *(own for _, own in self.settings))}
-        self.outside = [(own, value, copy.deepcopy(value)) for own in mentioned(
-            {type(own) for own in model.modules()}) if is_plain(value := own.get())]
+                       for own in (*self.modules.values(), *(own for _, own in self.settings))}
+        self.outside = [(own, value, copied(value)) for own in named
+                        if is_plain(value := own.get())]
+        found = [(own.name, own.get()) for own in named]
+        found += [(f"{name}.{key}", x) for name, own in self.modules.items()
+                  for key, x in outside_tensors(name, own)]
+        self.tensors = [(name.removeprefix(OUTSIDE), x, x._version) for name, x in found
+                        if isinstance(x, Tensor)]
         self.read: set[tuple[type, str]] = set()
         self.early: set[tuple[int, str]] = set()  # attributes read before forward wrote them
         self.lines: dict[tuple[int, str], str] = {}  # where an attribute was written
@@ -70,6 +94,11 @@ class Effects:
         early = {key for _, key in self.early}
         left = {path.rpartition(".")[2] for path in self.left} - early if self.left_only else set()
         return frozenset((kind_of(kind), key) for kind, key in self.read if key not in left)
+
+    def trained_outside(self, const: Tensor) -> str:
+        """Which parameter that is not the model's a constant of the trace is, if any."""
+        return next((name for name, x, _ in self.tensors if x.requires_grad and x.is_leaf
+                     and x.data_ptr() == const.data_ptr()), "")
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
@@ -120,7 +149,11 @@ class Effects:
                         isinstance(x, Tensor) for x in tree_leaves(value)):
                     raise error
                 self.changed, self.left_only = error, False
-        for name, own in (*self.model.named_modules(), *self.settings):
+        for name, x, version in self.tensors:
+            if x._version != version:
+                raise PlanError(f"forward or the loss writes to {name}, which no plan keeps alike",
+                                where="forward", fix="register it as a buffer of the model")
+        for name, own in (*self.modules.items(), *self.settings):
             is_module = isinstance(own, nn.Module)
             then, now = self.before.get(id(own), (own, Attributes()))[1], self._state(own)
             self.after.append((own, now))
@@ -139,8 +172,9 @@ class Effects:
                     "once", where=line,
                     fix="register it as a buffer, or change it outside of forward" + _OTHERS,
                 )
-                if key not in now or (now[key][2] is not vars(own)  # its state_dict is another
-                                      and key not in own._non_persistent_buffers_set):
+                if name.startswith(OUTSIDE) or key not in now or (
+                        now[key][2] is not vars(own)  # its state_dict is another
+                        and key not in own._non_persistent_buffers_set):
                     raise error
                 value, items, store = now[key]
                 self.kept += [x for x in tree_leaves(items) if isinstance(x, FakeTensor)]
@@ -243,7 +277,7 @@ def _cached(model: nn.Module) -> Iterator[Any]:
     for held in map(vars, (*kinds, *homes, *imported)):
         home = str(held.get("__module__") or held.get("__name__"))
         if home.partition(".")[0] not in _NO_TENSORS:
-            values = (getattr(value, "__func__", value) for value in list(held.values()))
+            values = (function_of(value) for value in list(held.values()))
             yield from (value for value in values if type(value) is _Cached)
 
 

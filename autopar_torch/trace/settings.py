@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import itertools
+import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
+OUTSIDE = "outside of the model: "
+_OWN = ("autopar_torch",)  # its wrappers hold what is watched anyway
 PLAIN = (int, float, bool, str, type(None))
 # Settings of transformers that no forward reads: `save_pretrained` writes them, on one rank alone.
 UNREAD = frozenset({"use_cache", "architectures", "dtype"})
 DEPTH, MOST, LONGEST = 6, 1000, 1000  # of objects in objects; of objects; of a list
 _NONE = ("torch", "numpy", "logging", "threading", "builtins", "functools")  # make no settings
+_LIBRARIES = {*_NONE, *sys.stdlib_module_names, "transformers", "autopar_torch"}  # not followed
 
 
 class Mention(NamedTuple):
@@ -88,17 +93,50 @@ def settings_in(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         todo.extend((f"{path}.{key}", own, depth - 1) for key, own in list(held) if depth)
 
 
-def mentioned(kinds: Iterable[type]) -> Iterator[Mention]:
+def copied(value: Any) -> Any:
+    """A copy of a plain value; what has no copy, as `sys.flags`, is its own."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever it has against copies
+        return value
+
+
+def function_of(value: Any) -> Any:
+    """Of a method or a property; anything else is itself."""
+    if isinstance(value, (MethodType, classmethod, staticmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def watched(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Module], list[Mention]]:
+    """The modules of a model by name, those outside that it mentions too, and all that they and its
+    loss mention."""
+    modules, num = dict(model.named_modules()), 0
+    given = Mention("loss_fn", {"loss_fn": loss_fn}, "loss_fn")
+    while True:
+        known = {*map(id, modules.values())}
+        found = [given, *mentioned({type(own) for own in modules.values()}, [loss_fn])]
+        for mention in found:
+            value = mention.get()
+            if isinstance(value, nn.Module) and not _is_library(type(value), _OWN):
+                modules |= {f"{OUTSIDE}{mention.name}.{name}".rstrip("."): own
+                            for name, own in value.named_modules() if id(own) not in known}
+        if len(modules) == num:
+            return modules, found
+        num = len(modules)
+
+
+def mentioned(kinds: Iterable[type], functions: Iterable[Any]) -> Iterator[Mention]:
     """What forward of these classes, and what it calls by name, may read besides: attributes of the
     classes, global names, variables of functions around, attributes of modules and classes."""
     seen = set[int]()
-    for kind in kinds:
-        held = {key: base for base in reversed(kind.__mro__) if not _is_library(base)
-                for key in vars(base)}
+    for kind in (None, *kinds):
+        held = {key: base for base in reversed(kind.__mro__ if kind else ())
+                if not _is_library(base) for key in vars(base)}
         todo: deque[Any] = deque(vars(held[key])[key] for key in ("forward",) if key in held)
+        todo.extend(() if kind else functions)
         while todo:
-            own = todo.popleft()
-            own = getattr(own, "__func__", None) or getattr(own, "fget", None) or own
+            own = function_of(todo.popleft())
             if not isinstance(own, FunctionType) or _is_library(own) or id(own) in seen:
                 continue
             seen.add(id(own))
@@ -129,9 +167,9 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
             names.union(*(own for _, own in inner)))
 
 
-def _is_library(own: Any) -> bool:
+def _is_library(own: Any, names: Container[str] = _LIBRARIES) -> bool:
     home = getattr(own, "__module__", None) or getattr(own, "__name__", "")
-    return str(home).partition(".")[0] in (*_NONE, "transformers", "autopar_torch")
+    return str(home).partition(".")[0] in names
 
 
 def shown(value: Any) -> str:
