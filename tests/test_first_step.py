@@ -49,8 +49,27 @@ class Outside(Unseen):
 
 
 class Dropping(Net):
+    """It draws in many ways."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.drop(super().features(x)) + 0.1 * torch.randn_like(x)
+        kept = x.new_empty(len(x), 1).bernoulli_(0.7)
+        tokens = (x * kept + torch.randint(3, (8,))).unflatten(1, (2, 4))
+        x = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.3).flatten(1)
+        return F.dropout(x * (torch.rand(len(x), 1) > 0.5), 0.4)
+
+
+class DroppingUnseen(Unseen):
     def features(self, x: Tensor) -> Tensor:
         return self.drop(super().features(x))
+
+
+class DroppingForExport(Net):
+    """It does another thing while it is exported, as a trace does."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.drop(super().features(x))
+        return 2 * x if torch.compiler.is_exporting() else x
 
 
 def batch(num_rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -80,7 +99,14 @@ def claim_it_can_be_left_out() -> None:
     stepped(Unseen(), {"dp": 2}, *batch(), guards={"first_step": False})
 
 
-def claim_what_draws_numbers_is_not_looked_at_and_what_agrees_trains() -> None:
+def claim_the_trace_of_what_draws_numbers_is_looked_at() -> None:
+    for kind in (DroppingUnseen, DroppingForExport):
+        for degrees in PLANS:
+            with pytest.raises(RunError, match="`loss` is off by"):
+                stepped(kind(), degrees, *batch())
+
+
+def claim_what_agrees_trains() -> None:
     for degrees in PLANS:
         stepped(Dropping(), degrees, *batch())
         stepped(Net(), degrees, *batch())

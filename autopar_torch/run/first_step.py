@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cluster import CPU_CORE, GPU
 from ..errors import RunError
@@ -16,11 +17,14 @@ from ..guards import Guards
 from ..plan import Plan
 from ..shard.price import Prices, op_seconds
 from ..trace import Traced
-from ..trace.burnt import user_hooks
+from ..trace.apart import run
+from ..trace.burnt import tensors_of, user_hooks
 from ..trace.call import Call
 from ..trace.effects import python_numbers
 from ..trace.form import LossFn, outputs_of
+from ..trace.opaque import calls_modules
 from .copies import apart
+from .prologue import Prologue
 from .randomness import generators, untouched
 from .world import World
 
@@ -29,16 +33,21 @@ MOST_S = 0.5  # of the module's forward, by a datasheet
 # Relative, and at all: what rounding and ties of a router may do; some norms are float32 anyway.
 APART = {torch.float64: (1e-4, 1e-8)}
 APART_ELSE = 1e-2, 1e-3
+FIXED = {**dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "uniform_", "normal_",
+                          "exponential_", "randint", "randint_like", "random_"), 0.5),
+         **dict.fromkeys(("bernoulli", "bernoulli_"), 1.0)}  # nothing is dropped
 
 
 class FirstStep(NamedTuple):
-    """What the module gives for the batch of a call, by name of output."""
+    """What the module gives for the batch of a call, by name of output; of one that draws numbers,
+    how far its trace is from it."""
 
     call: Call
     wanted: Mapping[str, Tensor]
+    off: str = ""
 
     def compare(self, got: Mapping[str, Tensor]) -> None:
-        if found := far(got, self.wanted):
+        if found := self.off or far(got, self.wanted):
             raise RunError(f"{found} from what the module itself gives for this batch",
                            where="the first step",
                            fix="report the model, please, as it was traced for another; guards="
@@ -71,18 +80,70 @@ class Fresh(Protocol):
 
 def of(model: Fresh, traced: Traced, plan: Plan, call: Call,
        tensors: Sequence[Tensor]) -> FirstStep:
-    """Nothing is wanted where the module draws numbers, or another rank looks."""
+    """Nothing is wanted where another rank looks. Where the module draws numbers, its trace is
+    looked at in place of the plan: both with fixed numbers."""
     if model.world.rank or not model.guards.first_step or not _alike(model, traced, plan, call):
         return FirstStep(call, {})
+    rest = call, tensors, model.loss_fn, model.device
     try:
-        module = apart(model.module)  # forward may keep something, or write to a parameter
         with torch.enable_grad():  # forward may ask for gradients
-            found, drew = as_it_is(module, call, tensors, model.loss_fn, model.device)
+            # A copy, as forward may keep something, or write to a parameter.
+            found, drew = as_it_is(apart(model.module), *rest)
+            if not drew:
+                return FirstStep(call, _floats(found))
+            with FixedNumbers():
+                found, drew = as_it_is(apart(model.module), *rest)
+                if drew or calls_modules(traced.programs.values()):
+                    return FirstStep(call, {})
+                own = whole(traced, apart(model.module), call, tensors, model.device)
+        return FirstStep(call, {}, far(own, _floats(found)))
     except Exception as error:  # whatever it is: the plan is what trains
         log.debug("the module does not run as it is: %s", error)
         return FirstStep(call, {})
-    return FirstStep(call, {} if drew else {
-        name: x.detach() for name, x in found.items() if x.dtype.is_floating_point})
+
+
+def _floats(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach() for name, x in found.items() if x.dtype.is_floating_point}
+
+
+class FixedNumbers(TorchDispatchMode):
+    """What would be drawn is fixed: a module and its trace drop and add the same."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        names = [arg.name for arg in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        name = func._schema.name.removeprefix("aten::")
+        if "dropout_p" in given:  # of attention
+            return func(**given | {"dropout_p": 0.0})
+        if name == "native_dropout":
+            return given["input"].clone(), torch.ones_like(given["input"], dtype=torch.bool)
+        if name not in FIXED:
+            return func(**given)
+        with untouched(given.get("self", torch.empty(0)).device, python=False):
+            drawn = func(**given)
+        return drawn.fill_(FIXED[name] if drawn.is_floating_point() else given.get("low", 0))
+
+
+def whole(traced: Traced, module: nn.Module, call: Call, tensors: Sequence[Tensor],
+          device: torch.device) -> dict[str, Tensor]:
+    """What a trace gives for a call in one process."""
+    graph, state, rows = traced.graph, tensors_of(module), call.num_rows
+    read = {*graph.outputs.values(), *(v for b in graph.blocks for v in b.context.values())}
+    names = [node.name for node in traced.prologue.nodes if node.name in read]
+    buffers = {name: x for name, x in state.items() if not isinstance(x, nn.Parameter)}
+    here = [x.detach().to(device) for x in tensors]
+    prologue = Prologue(traced, names, buffers, device)
+    known = prologue.for_rows(call, here, prologue.for_batch(call, here), 0, rows)
+    for block in graph.blocks:
+        program = traced.programs[block.kind]
+        given = {slot: known[name] for slot, name in (block.inputs | block.context).items()}
+        given |= {slot: state[name].detach() for slot, name in block.params.items()}
+        ends = [node.name for node in cast(Sequence[fx.Node], program.output_node().args[0])]
+        found = run(program, given, rows, ends, device)
+        known |= {name: found[end] for name, end in zip(block.outputs.values(), ends, strict=True)}
+    return {name: known[value] for name, value in graph.outputs.items()}
 
 
 def as_it_is(module: nn.Module, call: Call, tensors: Sequence[Tensor], loss_fn: LossFn | None,
