@@ -266,8 +266,10 @@ def slow_claim_autocast_around_forward_is_as_in_one_process() -> None:
 def claim_wrappers_around_it_are_refused() -> None:
     model = parallel(DP2)
     model(*batch())
-    said = refused(lambda: nn.parallel.DistributedDataParallel(model))
-    assert "DistributedDataParallel" in said, said
+    around = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+    for wrap in (lambda: nn.parallel.DistributedDataParallel(model), lambda: around(batch()[0])):
+        said = refused(wrap)
+        assert "DistributedDataParallel" in said, said
     from torch.distributed.fsdp import fully_shard
 
     def shard() -> None:

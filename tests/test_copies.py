@@ -62,6 +62,26 @@ def _averaged(model: Any) -> list[Tensor]:
         return [average(x), *average.module.state_dict().values()]
 
 
+def _averaged_in_place(model: Any) -> list[Tensor]:
+    """Written into the tensors of state_dict(), taken at each step or kept, as some averages do."""
+    averages = [copy.deepcopy(model).eval() for _ in range(2)]
+    kept: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scores = []
+    for x, y in _batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        now = model.state_dict()
+        kept = kept or averages[1].state_dict()
+        for own in (averages[0].state_dict(), kept):
+            for name, value in own.items():
+                value.copy_(0.9 * value + 0.1 * now[name])
+        with torch.no_grad():
+            scores += [own(x) for own in averages]
+    return [*scores, *averages[0].state_dict().values(), *averages[1].state_dict().values()]
+
+
 def _taught(model: Any) -> list[Tensor]:
     """A teacher that is a moving average, asked before the student is, as in mean teachers."""
     teacher = copy.deepcopy(model).requires_grad_(False)
@@ -108,7 +128,7 @@ def _two(model: Any) -> list[Tensor]:
 
 def same(*plans: dict[str, Any] | None, branches: bool = False) -> None:
     for plan in plans:
-        for use in (_averaged, _taught, _frozen, _two):
+        for use in (_averaged, _averaged_in_place, _taught, _frozen, _two):
             torch.manual_seed(0)
             plain = Net(branches).double()
             given = plan and ap.Plan.uniform(**plan)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import PlanError, RunError
@@ -119,9 +120,13 @@ class Turns:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse fully_shard, which gives a module another class."""
+    """Refuse fully_shard, which gives a module another class, and DDP around a module that has the
+    model in it, which is in its own forward."""
     if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):
         raise no_wrapper("fully_shard")
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is not None and any(own is model for own in around.modules()):
+        raise no_wrapper("DistributedDataParallel")
 
 
 def no_wrapper(name: str) -> RunError:

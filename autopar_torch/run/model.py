@@ -174,6 +174,7 @@ class ParallelModel(Around):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the global batch, or an object with it and the outputs asked for."""
         doors.refuse_wrapped(self)
+        full_state.write_back()
         optimizers.restore()  # after a step that raised
         train = self.training and torch.is_grad_enabled()
         with self.turns.doing("forward" if train else "evaluation"):
