@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,6 +53,22 @@ class Inside(Net):
 class Reading(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * given
+
+
+class Shuffled(Net):
+    """It holds texts in another order on each rank, as one that was made of a set does; it has a
+    `parameters` of its own; and it makes a tensor of a list as long as the batch."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        return super().parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.dropout(self.net(x), 0.0) * (torch.tensor([1.0] * len(x)).sum() + torch.rand(()))
+        return scores * len(self.texts)
 
 
 class Counting(nn.Module):
@@ -120,6 +137,16 @@ def claim_what_no_plan_trains_or_keeps_alike_is_refused() -> None:
                 model(x, target=target)
     with pytest.raises(PlanError, match="given, a parameter"):
         ap.parallelize(Reading(), plan=ap.Plan.uniform(dp=2))(x)
+
+
+def claim_texts_in_another_order_and_lists_as_long_as_the_batch_train() -> None:
+    texts = ["a", "b"] if dist.get_rank() else ["b", "a"]
+    x = torch.ones(8, 8)
+    for degrees in PLANS:
+        model = ap.parallelize(Shuffled(texts), plan=ap.Plan.uniform(**degrees))
+        for _ in range(2):
+            ratio = (model(x) / (2 * Net()(x))).detach()
+            assert ((ratio > 8 - 1e-3) & (ratio < 9 + 1e-3)).all(), (degrees, ratio)
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))

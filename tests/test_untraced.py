@@ -128,6 +128,14 @@ class Together(Branching):
         return super().forward(x.softmax(0), y)
 
 
+class Differentiating(Together):
+    """torch.func refuses what looks at the tensors that are kept for a backward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda t: t.cos().sum())(x)
+        return super().forward(x + 0 * grad, y)
+
+
 class Second(Branching):
     """Has its rows in the second dim, and a place for each of 5 in the first."""
 
@@ -145,6 +153,7 @@ class Many(Branching):
 def claim_rows_that_depend_on_each_other_are_not_shared_out() -> None:
     x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(5.0)
     for kind, said in ((Together, "the loss of rows"), (Many, "the loss of rows"),
+                       (Differentiating, "the loss of rows"),
                        (Recording, "buffer largest"), (Second, "4 of 5 rows alone do not run")):
         model = ap.parallelize(kind(), plan=ap.Plan.uniform(dp=2))
         before = torch.get_rng_state()

@@ -350,7 +350,7 @@ class ParallelModel(Around):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The user's Parameter objects; where a plan cuts them they mean whole tensors."""
-        return self.module.parameters(recurse)
+        return self.module.parameters(*(() if recurse else (False,)))  # some have their own
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Under their original names."""

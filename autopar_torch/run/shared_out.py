@@ -138,14 +138,8 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             own = apart(model)
             trial = _RowsTrial(own.to(dtype) if dtype else own, call, loss_fn, device, limit)
             labels, kept = _Labels(), list[int]()
-
-            def keep(value: Tensor, kept: list[int] = kept) -> Tensor:
-                kept.append(value.nbytes if value.layout == torch.strided else 0)
-                return value
-
             try:
-                with labels, saved_tensors_hooks(keep, lambda value: value):
-                    whole = trial.run(rows)
+                whole = _ran(trial, rows, labels, kept)
                 if any(tensor._backward_hooks for tensor in whole.state.values()):
                     return Shares("forward registers hooks on parameters")
             except PlanError:
@@ -165,6 +159,23 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
     if count > 1:
         warn(log, "whether rows depend on each other could not be tried on %d rows", count)
     return Shares()
+
+
+def _ran(trial: _RowsTrial, rows: list[Tensor], labels: _Labels, kept: list[int]) -> _Tried:
+    """A run, and the bytes of each tensor that it keeps for its backward; torch.func has them not
+    counted."""
+    def keep(value: Tensor) -> Tensor:
+        kept.append(value.nbytes if value.layout == torch.strided else 0)
+        return value
+
+    try:
+        with labels, saved_tensors_hooks(keep, lambda value: value):
+            return trial.run(rows)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        with labels:
+            return trial.run(rows)
 
 
 class _RowsTrial:

@@ -110,10 +110,12 @@ class Burnt:
 
     @property
     def digest(self) -> int:
-        """Equal on all ranks where the module is, whatever else they have (as `rank`)."""
+        """Equal on all ranks where the module is, whatever else they have (as `rank`). A list that
+        was a set of texts has another order on each: only what it holds counts."""
         if self._digest[0] != self.number:
-            text = repr([self.num_outside, *sorted(item for item in self.state.items()
-                                                   if not item[0][0].startswith(OUTSIDE))])
+            text = repr([self.num_outside, *sorted(
+                (key, sorted(value)) for key, value in self.state.items()
+                if not key[0].startswith(OUTSIDE))])
             made = hashlib.blake2b(text.encode(), digest_size=7).digest()
             self._digest = self.number, int.from_bytes(made)
         return self._digest[1]

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, _trace as exporting
 from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
@@ -286,24 +286,10 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-            _refuse_lost(consts[source.name], effects)
+            effects.refuse_lost(consts[source.name], rows)
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type), answers,
                     0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)
-
-
-def _refuse_lost(const: Any, effects: Effects) -> None:
-    """A constant that is none: a trace would keep what it was."""
-    if not isinstance(const, Tensor):
-        raise TraceError(f"forward uses a {type(const).__name__}, which a trace cannot keep",
-                         where="forward")
-    if name := effects.trained_outside(const):
-        raise PlanError(f"forward or the loss reads {name}, a parameter that no plan trains, as it "
-                        "is no part of the model", where="forward",
-                        fix="register it in the model, or read its detach()")
-    if isinstance(const, FakeTensor):
-        raise TraceError("forward computes with gradients that it has made itself "
-                         "(torch.autograd.grad), which a trace does not follow", where="forward")
 
 
 def _settled(effects: Effects, first: ExportedProgram, told: Told,

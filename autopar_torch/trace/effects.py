@@ -95,10 +95,24 @@ class Effects:
         left = {path.rpartition(".")[2] for path in self.left} - early if self.left_only else set()
         return frozenset((kind_of(kind), key) for kind, key in self.read if key not in left)
 
-    def trained_outside(self, const: Tensor) -> str:
-        """Which parameter that is not the model's a constant of the trace is, if any."""
-        return next((name for name, x, _ in self.tensors if x.requires_grad and x.is_leaf
-                     and x.data_ptr() == const.data_ptr()), "")
+    def refuse_lost(self, const: Any, rows: int) -> None:
+        """A constant that is none: a trace would keep what it was."""
+        if not isinstance(const, Tensor):
+            raise TraceError(f"forward uses a {type(const).__name__}, which a trace cannot keep",
+                             where="forward")
+        if any(size and size % rows == 0 for size in const.shape):
+            raise TraceError("forward makes a tensor of a list as long as the batch, which a trace "
+                             "cannot keep", where="forward",
+                             fix="write torch.full((n,), value) or torch.arange(n)" + _OTHERS)
+        if name := next((name for name, x, _ in self.tensors if x.requires_grad and x.is_leaf
+                         and x.data_ptr() == const.data_ptr()), ""):
+            raise PlanError(f"forward or the loss reads {name}, a parameter that no plan trains, "
+                            "as it is no part of the model", where="forward",
+                            fix="register it in the model, or read its detach()")
+        if isinstance(const, FakeTensor):
+            raise TraceError("forward computes with gradients that it has made itself "
+                             "(torch.autograd.grad), which a trace does not follow",
+                             where="forward")
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
