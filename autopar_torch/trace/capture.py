@@ -374,7 +374,9 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             free = "DataDependent" in type(error).__name__ or "data-dependent" in line
             fix = ("keep the size and mask: (x * mask).sum() / mask.sum() is x[mask].mean()"
-                   if picks else "avoid data-dependent Python control flow in forward" if free else
+                   if picks else "compute it outside of the model: loss = loss_fn(model(x), y)"
+                   if "DynamicOutput" in type(error).__name__ else
+                   "avoid data-dependent Python control flow in forward" if free else
                    "see that forward runs as it is, and look for sizes written as numbers"
                    if in_front else
                    "where the sequence comes first, and the batch second, say batch_dim=1")
