@@ -315,12 +315,17 @@ def _settled(effects: Effects, first: ExportedProgram, told: Told,
 def _same_again(effects: Effects, first: ExportedProgram, told: Told,
                 export: Callable[[Effects], Exported]) -> Exported:
     """Each forward computes what the first does, as a second trace has to show. What it keeps
-    depends on no input; in evaluation it may depend on parameters, and is made anew by each."""
+    depends on buffers, not on an input; in evaluation it may depend on parameters, and is made anew
+    by each."""
     refusal = cast(TraceError, effects.changed)
     made = _take_kept(first.graph, len(effects.kept))
     state = [spec.arg.name for spec in first.graph_signature.input_specs
              if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
     known = {node.name: value for node, value in _constants(first)}
+    buffers = dict(effects.model.named_buffers(remove_duplicate=False))
+    known |= {spec.arg.name: value for spec in first.graph_signature.input_specs
+              if spec.kind is InputKind.BUFFER and not (
+                  value := buffers[cast(str, spec.target).removeprefix(_PREFIX)]).is_meta}
     fixed = settled.constant(first.graph_module, list(made), known)
     values = fixed if fixed is not None or effects.model.training else settled.constant(
         first.graph_module, list(made), known, state)

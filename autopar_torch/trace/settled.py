@@ -58,9 +58,10 @@ def _text(graph: fx.Graph, kept: KeptNodes) -> str:
 
 
 def _does_nothing(node: fx.Node) -> bool:
-    """Whether it is a cast to what its tensor is."""
-    if getattr(getattr(node.target, "_schema", None), "name", "") != "aten::to":
-        return False
+    """Whether it is a cast to what its tensor is, or a slice that is the whole of it."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    if name != "aten::to":
+        return bool(name == "aten::alias")
     one, two = (n.meta["val"] for n in (node, node.all_input_nodes[0]))
     return bool(one.dtype == two.dtype and one.device == two.device)
 
