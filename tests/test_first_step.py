@@ -53,6 +53,8 @@ class Dropping(Net):
 
     def features(self, x: Tensor) -> Tensor:
         x = self.drop(super().features(x)) + 0.1 * torch.randn_like(x)
+        x = torch.distributions.Normal(x, 1.0).rsample() + x.new_empty(8).uniform_()
+        x = x + 0.1 * F.gumbel_softmax(x)
         kept = x.new_empty(len(x), 1).bernoulli_(0.7)
         tokens = (x * kept + torch.randint(3, (8,))).unflatten(1, (2, 4))
         x = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.3).flatten(1)

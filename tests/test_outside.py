@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -128,15 +129,42 @@ def claim_so_are_those_of_a_module_that_forward_names() -> None:
 
 def claim_what_no_plan_trains_or_keeps_alike_is_refused() -> None:
     learned, x, target = Learned(), torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
-    for loss_fn, words in ((learned, "loss_fn.scale, a parameter"),
-                           (lambda *pair: learned(*pair), "learned.scale, a parameter"),
+    held, refused = [learned], "a parameter of sizes ()"
+    for loss_fn, words in ((learned, refused), (lambda *pair: held[0](*pair), refused),
+                           (functools.partial(learned), refused),
                            (Counting(), "writes to loss_fn.mean")):
         for degrees in PLANS:
             model = ap.parallelize(Net(), plan=ap.Plan.uniform(**degrees), loss_fn=loss_fn)
             with pytest.raises(PlanError, match=re.escape(words)):
                 model(x, target=target)
-    with pytest.raises(PlanError, match="given, a parameter"):
+    with pytest.raises(PlanError, match="a parameter of sizes"):
         ap.parallelize(Reading(), plan=ap.Plan.uniform(dp=2))(x)
+
+
+def claim_a_teacher_outside_may_have_parameters_that_learn_elsewhere() -> None:
+    teacher = nn.Linear(3, 3)
+
+    def distilled(scores: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(scores)
+        bias = teacher.bias.detach() + target[:, None]
+        return F.mse_loss(scores, wanted) + F.mse_loss(scores, bias)
+
+    x, target = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    want: list[float] = []
+    for degrees in (None, *PLANS):
+        torch.manual_seed(1)
+        teacher.reset_parameters()
+        net = Net()
+        model = ap.parallelize(net, plan=ap.Plan.uniform(**degrees), loss_fn=distilled) if (
+            degrees) else lambda x, target, net=net: distilled(net(x), target)
+        got = []
+        for _ in range(2):
+            got.append(float(model(x, target=target).detach()))
+            with torch.no_grad():
+                teacher.weight.mul_(2.0)
+        want = want or got
+        assert got == pytest.approx(want, rel=1e-5), degrees
 
 
 def claim_texts_in_another_order_and_lists_as_long_as_the_batch_train() -> None:

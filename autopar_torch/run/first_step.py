@@ -33,9 +33,9 @@ MOST_S = 0.5  # of the module's forward, by a datasheet
 # Relative, and at all: what rounding and ties of a router may do; some norms are float32 anyway.
 APART = {torch.float64: (1e-4, 1e-8)}
 APART_ELSE = 1e-2, 1e-3
-FIXED = {**dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "uniform_", "normal_",
-                          "exponential_", "randint", "randint_like", "random_"), 0.5),
-         **dict.fromkeys(("bernoulli", "bernoulli_"), 1.0)}  # nothing is dropped
+FIXED = {**dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "uniform", "normal", "random",
+                          "exponential", "randint", "randint_like"), 0.5),
+         "bernoulli": 1.0}  # nothing is dropped
 
 
 class FirstStep(NamedTuple):
@@ -91,12 +91,12 @@ def of(model: Fresh, traced: Traced, plan: Plan, call: Call,
             found, drew = as_it_is(apart(model.module), *rest)
             if not drew:
                 return FirstStep(call, _floats(found))
-            with FixedNumbers():
+            with FixedNumbers() as fixed:
                 found, drew = as_it_is(apart(model.module), *rest)
                 if drew or calls_modules(traced.programs.values()):
                     return FirstStep(call, {})
                 own = whole(traced, apart(model.module), call, tensors, model.device)
-        return FirstStep(call, {}, far(own, _floats(found)))
+        return FirstStep(call, {}, "" if fixed.unknown else far(own, _floats(found)))
     except Exception as error:  # whatever it is: the plan is what trains
         log.debug("the module does not run as it is: %s", error)
         return FirstStep(call, {})
@@ -107,22 +107,27 @@ def _floats(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class FixedNumbers(TorchDispatchMode):
-    """What would be drawn is fixed: a module and its trace drop and add the same."""
+    """What would be drawn is fixed: a module and its trace drop and add the same. `unknown`: they
+    have drawn what this does not know."""
+
+    unknown = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         names = [arg.name for arg in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        name = func._schema.name.removeprefix("aten::")
+        name = func._schema.name.removeprefix("aten::").removesuffix("_functional").rstrip("_")
         if "dropout_p" in given:  # of attention
             return func(**given | {"dropout_p": 0.0})
         if name == "native_dropout":
-            return given["input"].clone(), torch.ones_like(given["input"], dtype=torch.bool)
+            x = given["input"]  # scaled, as in place, which draws a mask
+            return x / (1 - given["p"]), torch.ones_like(x, dtype=torch.bool)
         if name not in FIXED:
-            return func(**given)
+            self.unknown = True
+            return func(*args, **(kwargs or {}))
         with untouched(given.get("self", torch.empty(0)).device, python=False):
-            drawn = func(**given)
+            drawn = func(*args, **(kwargs or {}))
         return drawn.fill_(FIXED[name] if drawn.is_floating_point() else given.get("low", 0))
 
 

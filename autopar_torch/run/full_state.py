@@ -45,10 +45,8 @@ def _whole_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
             whole = _made["wholes"].get(id(value.spread))
             if whole is None:
                 whole = _made["wholes"][id(value.spread)] = value.spread.gathered(local(value))
-                number = next(_numbers)
                 held = module._parameters if name in module._parameters else module._buffers
-                _lent[number] = _Lent(whole.detach(), cast(Sharded, held[name]))
-                weakref.finalize(whole, _returned, number).atexit = False
+                _lend(whole, cast(Sharded, held[name]))
             state[prefix + name] = whole
 
 
@@ -67,7 +65,7 @@ class _Lent:
         (seen, then), (now, own) = self.versions, self._now()
         if now == seen:
             return
-        if own != then:
+        if own != then or not isinstance(self.value, Sharded):
             warn(log, "not honoured: what was written to a tensor of state_dict() is lost, as the "
                  "model's has changed in between; write to parameters, or call load_state_dict()")
             self.versions = now, then
@@ -79,6 +77,13 @@ class _Lent:
 
 _lent: dict[int, _Lent] = {}
 _numbers = itertools.count()
+
+
+def _lend(whole: Tensor, value: Sharded) -> None:
+    if not torch.is_inference(whole):  # else it counts no writes
+        number = next(_numbers)
+        _lent[number] = _Lent(whole.detach(), value)
+        weakref.finalize(whole, _returned, number).atexit = False
 
 
 def _returned(number: int) -> None:

@@ -305,6 +305,7 @@ class ParallelModel(Around):
     def _jointly(self, way: Callable[[str], contextlib.AbstractContextManager[None]],
                  name: str) -> contextlib.AbstractContextManager[None]:
         """A call of all ranks, unless each has everything."""
+        full_state.write_back()
         return contextlib.nullcontext() if self._is_whole else way(name)
 
     # --- what training scripts use ----------------------------------------------------------
@@ -411,6 +412,7 @@ class ParallelModel(Around):
         between two steps. Optimizers that have stepped or were loaded are known; others that have
         state must be given."""
         before, (traced, call) = self.store, self._first
+        full_state.write_back()
         with self.world.meeting("move"):
             given = shardings.another(self.world, self.plan, plan)
             given = shardings.agreed(self.world, given, traced, call.num_rows)

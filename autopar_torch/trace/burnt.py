@@ -8,6 +8,7 @@ read. The quick check compares identities only; what it finds changed is describ
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
@@ -25,6 +26,7 @@ from .settings import (
     copied,
     is_plain,
     is_settings,
+    roots,
     settings_in,
     shown,
     text_of,
@@ -38,6 +40,7 @@ _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
 MOST_ELEMENTS = 1 << 20  # of an array that is compared before each call
 _LIBRARIES = ("torch.", "transformers.")
+_WORD = re.compile(r"[^][() ,]+")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
 
@@ -114,7 +117,7 @@ class Burnt:
         was a set of texts has another order on each: only what it holds counts."""
         if self._digest[0] != self.number:
             text = repr([self.num_outside, *sorted(
-                (key, sorted(value)) for key, value in self.state.items()
+                (key, sorted(_WORD.findall(value))) for key, value in self.state.items()
                 if not key[0].startswith(OUTSIDE))])
             made = hashlib.blake2b(text.encode(), digest_size=7).digest()
             self._digest = self.number, int.from_bytes(made)
@@ -140,7 +143,7 @@ class Burnt:
         self._empty = [table for table in held if not table]
         self._mentioned = [(mention, value) for mention in named
                            if is_plain(value := mention.get()) or is_settings(value)
-                           or isinstance(value, (Tensor, np.ndarray))]
+                           or isinstance(value, (Tensor, np.ndarray)) or any(roots(value))]
         settings = list(self._settings(modules, self.reads))
         owners = [*modules.values(), *(own for _, own in settings)]
         tables: list[Any] = [*map(vars, owners), *filter(None, held)]

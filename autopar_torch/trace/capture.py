@@ -281,12 +281,13 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
             program, told = _settled(effects, program, told, export, wanted=how[1])
     refuse_large(model, effects.reads)
     sources, consts = {}, {}
-    for spec in program.graph_signature.input_specs:
+    places = program.graph.find_nodes(op="placeholder")
+    for spec, node in zip(program.graph_signature.input_specs, places, strict=True):
         source = _source(spec, names)
         sources[spec.arg.name] = source
         if source.kind == "const":
             consts[source.name] = program.constants[spec.target]
-            effects.refuse_lost(consts[source.name], rows)
+            effects.refuse_lost(node, consts[source.name], rows)
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
                     dict(call.autocast).get(device.type), answers,
                     0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)

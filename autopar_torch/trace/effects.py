@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -95,24 +95,23 @@ class Effects:
         left = {path.rpartition(".")[2] for path in self.left} - early if self.left_only else set()
         return frozenset((kind_of(kind), key) for kind, key in self.read if key not in left)
 
-    def refuse_lost(self, const: Any, rows: int) -> None:
+    def refuse_lost(self, node: fx.Node, const: Any, rows: int) -> None:
         """A constant that is none: a trace would keep what it was."""
         if not isinstance(const, Tensor):
             raise TraceError(f"forward uses a {type(const).__name__}, which a trace cannot keep",
+                             where="forward")
+        if isinstance(const, FakeTensor):
+            raise TraceError("forward computes with gradients that it has made itself "
+                             "(torch.autograd.grad), which a trace does not follow",
                              where="forward")
         if any(size and size % rows == 0 for size in const.shape):
             raise TraceError("forward makes a tensor of a list as long as the batch, which a trace "
                              "cannot keep", where="forward",
                              fix="write torch.full((n,), value) or torch.arange(n)" + _OTHERS)
-        if name := next((name for name, x, _ in self.tensors if x.requires_grad and x.is_leaf
-                         and x.data_ptr() == const.data_ptr()), ""):
-            raise PlanError(f"forward or the loss reads {name}, a parameter that no plan trains, "
-                            "as it is no part of the model", where="forward",
+        if const.data_ptr() in _learned() and not all(map(_stops_gradients, node.users)):
+            raise PlanError(f"forward or the loss reads a parameter of sizes {(*const.shape,)}, "
+                            "which no plan trains, as it is no part of the model", where="forward",
                             fix="register it in the model, or read its detach()")
-        if isinstance(const, FakeTensor):
-            raise TraceError("forward computes with gradients that it has made itself "
-                             "(torch.autograd.grad), which a trace does not follow",
-                             where="forward")
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
@@ -256,6 +255,18 @@ class Effects:
             write(module, key, value)
 
         return put
+
+
+def _learned() -> set[int]:
+    """Where the parameters of this process lie that get gradients."""
+    return {x.data_ptr() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)
+            and x.requires_grad and x.is_leaf and x.numel() and x.layout == torch.strided
+            and not (x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x))}
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    without = "wrap_with_set_grad_enabled" in str(node.target) and not node.args[0]
+    return without or node.target is torch.ops.aten.detach.default
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dis
 import itertools
+import os
 import sys
 import zlib
 from collections import deque
@@ -24,6 +25,7 @@ PLAIN = (int, float, bool, str, type(None))
 UNREAD = frozenset({"use_cache", "architectures", "dtype"})
 DEPTH, MOST, LONGEST = 6, 1000, 1000  # of objects in objects; of objects; of a list
 _NONE = ("torch", "numpy", "logging", "threading", "builtins", "functools")  # make no settings
+_PYTHON = os.path.dirname(os.__file__)  # a package of the user's may have the name of one of its
 _LIBRARIES = {*_NONE, *sys.stdlib_module_names, "transformers", "autopar_torch"}  # not followed
 
 
@@ -108,6 +110,17 @@ def function_of(value: Any) -> Any:
     return value.fget if isinstance(value, property) else value
 
 
+def roots(value: Any) -> Iterator[tuple[str, nn.Module]]:
+    """A module, or those in a list or dict."""
+    if isinstance(value, nn.Module):
+        yield "", value
+    held = value.items() if isinstance(value, dict) else (
+        enumerate(value) if isinstance(value, (list, tuple)) else ())
+    for key, own in itertools.islice(held, LONGEST):
+        if isinstance(own, nn.Module):
+            yield str(key), own
+
+
 def watched(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Module], list[Mention]]:
     """The modules of a model by name, those outside that it mentions too, and all that they and its
     loss mention."""
@@ -115,12 +128,17 @@ def watched(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Module], list[
     given = Mention("loss_fn", {"loss_fn": loss_fn}, "loss_fn")
     while True:
         known = {*map(id, modules.values())}
-        found = [given, *mentioned({type(own) for own in modules.values()}, [loss_fn])]
+        found, places = [given], dict[str, list[Any]]()
+        for mention in mentioned({type(own) for own in modules.values()}, [loss_fn]):
+            same = places.setdefault(mention.name, [])  # as variables of two functions of one name
+            if not any(own is mention.own for own in same):
+                same.append(mention.own)
+            number = next(k for k, own in enumerate(same) if own is mention.own)
+            found.append(mention._replace(name=f"{mention.name} {number}") if number else mention)
         for mention in found:
-            value = mention.get()
-            if isinstance(value, nn.Module) and not _is_library(type(value), _OWN):
-                modules |= {f"{OUTSIDE}{mention.name}.{name}".rstrip("."): own
-                            for name, own in value.named_modules() if id(own) not in known}
+            modules |= {".".join(filter(None, (f"{OUTSIDE}{mention.name}", root, name))): own
+                        for root, top in roots(mention.get()) for name, own in top.named_modules()
+                        if id(own) not in known and not _is_library(type(own), _OWN)}
         if len(modules) == num:
             return modules, found
         num = len(modules)
@@ -169,7 +187,9 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
 
 def _is_library(own: Any, names: Container[str] = _LIBRARIES) -> bool:
     home = getattr(own, "__module__", None) or getattr(own, "__name__", "")
-    return str(home).partition(".")[0] in names
+    name = str(home).partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None) or _PYTHON
+    return name in names and (name not in sys.stdlib_module_names or file.startswith(_PYTHON))
 
 
 def shown(value: Any) -> str:
