@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from autopar_torch import files
 from autopar_torch.errors import SearchError
@@ -137,6 +137,7 @@ def test_smallest_bottleneck_is_that_of_all_cuts(
 
 @given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.1, 5)), min_size=2, max_size=9),
        st.integers(1, 5), st.floats(0, 3))
+@example([(0.5, 1.0), (0.5, 0.5), (1.0, 4.0), (1.0, 1.0), (1.0, 1.0)], 4, 1.0)
 @UNTIMED
 def test_no_cut_has_a_single_micro_batch_done_sooner_than_the_ramped_one(
         blocks: list[tuple[float, float]], stages: int, message: float) -> None:

@@ -15,7 +15,6 @@ from ..shard.eliminate import Array
 Fits = Callable[[int, int, int], bool]  # (stage, first, end)
 ROUNDING = 1 + 1e-12
 MOST_TRIED = 300  # so many cuts are all tried; of more, only a few (see `free_cuts`)
-HALVINGS = 30  # of a bisection
 
 
 class Once(NamedTuple):
@@ -87,20 +86,18 @@ def ramped(once: Once, num_stages: int,
     cut. While the gradients go back from stage to stage, those behind compute their weight
     gradients: the later the stage, the more of them. `back_s`: to each stage, the seconds of
     messages from it to the first."""
-    back, rest = ([0.0, *np.cumsum(part).tolist()] for part in once)
-    count, cut = len(back) - 1, (*range(num_stages), len(back) - 1)
-    low, high = 0.0, rest[-1]
-    for _ in range(HALVINGS):
-        late, borders = (low + high) / 2, [0]
-        for stage in range(num_stages):
-            lead = late + back[borders[-1]] + (back_s[stage] if back_s else 0.0)
-            end = bisect.bisect_right(rest, rest[borders[-1]] + lead) - 1
-            borders.append(min(end, count - (num_stages - 1 - stage)))
-        if borders[-1] == count and all(a < b for a, b in itertools.pairwise(borders)):
-            high, cut = late, tuple(borders)
-        else:
-            low = late
-    return low, cut
+    back, rest = (np.concatenate([[0.0], np.cumsum(part)]) for part in once)
+    ends, firsts = np.arange(len(back)), list[Array]()
+    alone = np.where(ends > ends[:, None], rest - rest[:, None] - back[:, None], np.inf)
+    late = np.where(ends == 0, 0.0, np.inf)  # of the stages before each block
+    for stage in range(num_stages):
+        tried = np.maximum(late[:, None], alone - (back_s[stage] if back_s else 0.0))
+        firsts.append(tried.argmin(axis=0))
+        late = tried.min(axis=0)
+    cut = [len(back) - 1]
+    for first in reversed(firsts):
+        cut.append(int(first[cut[-1]]))
+    return float(late[-1]), tuple(reversed(cut))
 
 
 def fill(ends: Sequence[float], num_stages: int, limit: float,
