@@ -17,6 +17,7 @@ from .sharded import Sharded, local
 
 log = logging.getLogger("autopar_torch")
 
+
 def same_shape(name: str, there: Sequence[int], here: Sequence[int], where: str) -> None:
     """What is given has the shape of the full tensor."""
     if tuple(there) != tuple(here):

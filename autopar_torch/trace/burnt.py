@@ -139,6 +139,7 @@ class Burnt:
 
     def _refresh(self) -> None:
         modules, named = watched(self.model, self.loss_fn)
+        self._around = {name: own for name, own in modules.items() if name.startswith(OUTSIDE)}
         held = [t for m in modules.values() for t in (m._parameters, m._buffers, m._modules)]
         self._empty = [table for table in held if not table]
         self._mentioned = [(mention, value) for mention in named
@@ -175,7 +176,7 @@ class Burnt:
 
     def described(self, reads: frozenset[Read]) -> ReadAttributes:
         """What decides about a trace that has read these attributes."""
-        modules, _ = watched(self.model, self.loss_fn)
+        modules = {**dict(self.model.named_modules()), **self._around}
         return dict(self._describe(modules, reads, self._settings(modules, reads)))
 
     def _settings(self, modules: Mapping[str, nn.Module],

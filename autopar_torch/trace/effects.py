@@ -95,6 +95,13 @@ class Effects:
         left = {path.rpartition(".")[2] for path in self.left} - early if self.left_only else set()
         return frozenset((kind_of(kind), key) for kind, key in self.read if key not in left)
 
+    @functools.cached_property
+    def learned(self) -> set[int]:
+        """Where the parameters of this process lie that get gradients."""
+        return {x.data_ptr() for x in gc.get_objects() if type(x) is nn.Parameter
+                and x.requires_grad and x.numel() and x.layout == torch.strided
+                and not (x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x))}
+
     def refuse_lost(self, node: fx.Node, const: Any, rows: int) -> None:
         """A constant that is none: a trace would keep what it was."""
         if not isinstance(const, Tensor):
@@ -108,7 +115,8 @@ class Effects:
             raise TraceError("forward makes a tensor of a list as long as the batch, which a trace "
                              "cannot keep", where="forward",
                              fix="write torch.full((n,), value) or torch.arange(n)" + _OTHERS)
-        if const.data_ptr() in _learned() and not all(map(_stops_gradients, node.users)):
+        if (const.layout == torch.strided and const.data_ptr() in self.learned
+                and not all(map(_stops_gradients, node.users))):
             raise PlanError(f"forward or the loss reads a parameter of sizes {(*const.shape,)}, "
                             "which no plan trains, as it is no part of the model", where="forward",
                             fix="register it in the model, or read its detach()")
@@ -152,20 +160,7 @@ class Effects:
                 "first ones for ever", where="forward",
                 fix="draw with torch (torch.rand(()) is drawn anew at every step)" + _OTHERS,
             )
-        for mention, _, items in self.outside:
-            if text_of(value := mention.get()) != text_of(items):
-                error = TraceError(
-                    f"forward changes {mention.name}, and a trace would change it once",
-                    where="forward", fix="keep it in a buffer of a module" + _OTHERS)
-                registered = not items and isinstance(value, (dict, list, set, deque))
-                if not registered or is_plain(value) or any(
-                        isinstance(x, Tensor) for x in tree_leaves(value)):
-                    raise error
-                self.changed, self.left_only = error, False
-        for name, x, version in self.tensors:
-            if x._version != version:
-                raise PlanError(f"forward or the loss writes to {name}, which no plan keeps alike",
-                                where="forward", fix="register it as a buffer of the model")
+        self._look_outside()
         for name, own in (*self.modules.items(), *self.settings):
             is_module = isinstance(own, nn.Module)
             then, now = self.before.get(id(own), (own, Attributes()))[1], self._state(own)
@@ -197,6 +192,23 @@ class Effects:
                     self.changed = self.changed or error
                 elif self.left_only:
                     self.changed, self.left_only = error, False
+
+    def _look_outside(self) -> None:
+        """What forward has changed that is no part of the model."""
+        for mention, _, items in self.outside:
+            if text_of(value := mention.get()) != text_of(items):
+                error = TraceError(
+                    f"forward changes {mention.name}, and a trace would change it once",
+                    where="forward", fix="keep it in a buffer of a module" + _OTHERS)
+                registered = not items and isinstance(value, (dict, list, set, deque))
+                if not registered or is_plain(value) or any(
+                        isinstance(x, Tensor) for x in tree_leaves(value)):
+                    raise error
+                self.changed, self.left_only = error, False
+        for name, x, version in self.tensors:
+            if x._version != version:
+                raise PlanError(f"forward or the loss writes to {name}, which no plan keeps alike",
+                                where="forward", fix="register it as a buffer of the model")
 
     def _state(self, own: Any) -> Attributes:
         """Attributes, and what is not a buffer yet."""
@@ -255,13 +267,6 @@ class Effects:
             write(module, key, value)
 
         return put
-
-
-def _learned() -> set[int]:
-    """Where the parameters of this process lie that get gradients."""
-    return {x.data_ptr() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)
-            and x.requires_grad and x.is_leaf and x.numel() and x.layout == torch.strided
-            and not (x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x))}
 
 
 def _stops_gradients(node: fx.Node) -> bool:

@@ -124,10 +124,10 @@ def roots(value: Any) -> Iterator[tuple[str, nn.Module]]:
 def watched(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Module], list[Mention]]:
     """The modules of a model by name, those outside that it mentions too, and all that they and its
     loss mention."""
-    modules, num = dict(model.named_modules()), 0
+    modules = dict(model.named_modules())
     given = Mention("loss_fn", {"loss_fn": loss_fn}, "loss_fn")
     while True:
-        known = {*map(id, modules.values())}
+        num, known = len(modules), {*map(id, modules.values())}
         found, places = [given], dict[str, list[Any]]()
         for mention in mentioned({type(own) for own in modules.values()}, [loss_fn]):
             same = places.setdefault(mention.name, [])  # as variables of two functions of one name
@@ -141,7 +141,6 @@ def watched(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Module], list[
                         if id(own) not in known and not _is_library(type(own), _OWN)}
         if len(modules) == num:
             return modules, found
-        num = len(modules)
 
 
 def mentioned(kinds: Iterable[type], functions: Iterable[Any]) -> Iterator[Mention]:
