@@ -1,11 +1,10 @@
-"""What forward and the loss read that is no part of the model: followed, or refused by name."""
+"""The loss is made outside of the model: losses, gradients and weights as in one process."""
 
 from __future__ import annotations
 
-import functools
-import re
-import sys
-from collections.abc import Callable, Iterator
+import copy
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,170 +12,186 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar_torch as ap
 import claims
-from autopar_torch.errors import PlanError
+from autopar_torch.run import step
+from nets import ALL, PP2, TP2, Net, batch, near, net, parallel, refused
 
-PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
-
-
-class Missing:
-    """A package that is not installed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"there is no {name}")
+Loss = Callable[[Any, int], Tensor]
 
 
-missing, criterion = Missing(), nn.CrossEntropyLoss()
-given = nn.Parameter(torch.ones(3))
+class Heads(nn.Module):
+    """Returns a dict: two heads, of which one leaves early, a number for all rows, an echo."""
 
-
-class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.early, self.head = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.heat = nn.Parameter(torch.tensor(0.3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if re.sub(r"\d", "", "a1") == "b" or sys.flags.quiet or sys.version_info < (3, 8):
-            missing.nothing()
-        scores: Tensor = self.net(x)
-        return scores
-
-
-class Inside(Net):
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        loss: Tensor = criterion(self.net(x), target)
-        return loss
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        early = None
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+            early = self.early(x) if early is None else early
+        return {"early": early, "late": self.head(x), "heat": self.heat.exp() * torch.ones(1),
+                "rows": x.shape[0]}
 
 
-class Reading(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * given
+class Logits(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
 
 
-class Shuffled(Net):
-    """It holds texts in another order on each rank, as one that was made of a set does; it has a
-    `parameters` of its own; and it makes a tensor of a list as long as the batch."""
-
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__()
-        self.texts = texts
-
-    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
-        return super().parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = F.dropout(self.net(x), 0.0) * (torch.tensor([1.0] * len(x)).sum() + torch.rand(()))
-        return scores * len(self.texts)
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(()))
-
-    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
-        loss = F.cross_entropy(scores, target)
-        self.mean.mul_(0.9).add_(loss.detach())
-        return loss / self.mean
-
-
-class Learned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.scale * scores, target)
-
-
-def losses(model: Callable[..., Tensor], parameters: Any,
-           weighted: nn.CrossEntropyLoss) -> list[float]:
-    """Of three steps, after each of which the loss is another."""
-    found, optimizer = [], torch.optim.SGD(parameters, lr=0.1)
-    weighted.weight, weighted.label_smoothing = torch.tensor([1.0, 2.0, 0.5]), 0.0
-    for step in range(3):
-        draw = torch.Generator().manual_seed(step)
-        loss = model(torch.randn(8, 8, generator=draw),
-                     target=torch.randint(3, (8,), generator=draw))
+def trained(model: nn.Module, loss_of: Loss, calls: int = 4) -> list[Tensor]:
+    """Losses, gradients and, at the end, weights; the last batch is smaller."""
+    opt, found = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), []
+    for number in range(calls):
+        loss = loss_of(model, number)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-        weighted.weight *= torch.tensor([2.0, 1.0, 1.0])
-        weighted.label_smoothing = 0.1 * step
-    return found
+        found += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+        found += [torch.tensor(-1.0) if p.grad is None else p.grad.norm()
+                  for p in model.parameters()]
+        opt.step()
+        opt.zero_grad()
+    return [*found, *model.state_dict().values()]
 
 
-def claim_a_loss_keeps_its_weights_and_settings_and_they_are_followed() -> None:
-    weighted, plain = nn.CrossEntropyLoss(weight=torch.ones(3)), Net()
-    want = losses(lambda x, target: weighted(plain(x), target), plain.parameters(), weighted)
-    for degrees in PLANS:
-        model = ap.parallelize(Net(), plan=ap.Plan.uniform(**degrees), loss_fn=weighted)
-        assert losses(model, model.parameters(), weighted) == pytest.approx(want, rel=1e-5)
+def same(kind: type[nn.Module], loss_of: Loss) -> None:
+    want = trained(net(kind), loss_of)
+    for degrees in ALL:
+        got = trained(parallel(degrees, kind), loss_of)
+        assert len(got) == len(want)
+        assert all(near(a, b, 1e-4) for a, b in zip(got, want, strict=True)), degrees
 
 
-def claim_so_are_those_of_a_module_that_forward_names() -> None:
-    plain = Inside()
-    criterion.weight = torch.ones(3)
-    want = losses(plain, plain.parameters(), criterion)
-    for degrees in PLANS:
-        model = ap.parallelize(Inside(), plan=ap.Plan.uniform(**degrees))
-        assert losses(model, model.parameters(), criterion) == pytest.approx(want, rel=1e-5)
+def claim_a_criterion_of_the_output() -> None:
+    def loss_of(model: Any, number: int) -> Tensor:
+        x, y = batch(5 if number == 3 else 8, number)
+        return F.cross_entropy(model(x), y, label_smoothing=0.1)
+
+    same(Logits, loss_of)
 
 
-def claim_what_no_plan_trains_or_keeps_alike_is_refused() -> None:
-    learned, x, target = Learned(), torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
-    held, refused = [learned], "a parameter of sizes ()"
-    for loss_fn, words in ((learned, refused), (lambda *pair: held[0](*pair), refused),
-                           (functools.partial(learned), refused),
-                           (Counting(), "writes to loss_fn.mean")):
-        for degrees in PLANS:
-            model = ap.parallelize(Net(), plan=ap.Plan.uniform(**degrees), loss_fn=loss_fn)
-            with pytest.raises(PlanError, match=re.escape(words)):
-                model(x, target=target)
-    with pytest.raises(PlanError, match="a parameter of sizes"):
-        ap.parallelize(Reading(), plan=ap.Plan.uniform(dp=2))(x)
+def claim_two_forwards_before_one_backward() -> None:
+    def loss_of(model: Any, number: int) -> Tensor:
+        (x, y), (other, _) = batch(8, number), batch(6, 9)
+        a, b = F.normalize(model(x), dim=-1), F.normalize(model(other), dim=-1)
+        return F.cross_entropy(a @ b.t(), y.clamp(max=5)) + a.logsumexp(0).max()
+
+    same(Logits, loss_of)
 
 
-def claim_a_teacher_outside_may_have_parameters_that_learn_elsewhere() -> None:
-    teacher = nn.Linear(3, 3)
+def slow_claim_every_call_may_use_other_outputs() -> None:
+    def loss_of(model: Any, number: int) -> Tensor:
+        x, y = batch(8, number)
+        out = model(x)
+        late = F.cross_entropy(out["late"] * out["heat"], y, reduction="sum") / out["rows"]
+        early = F.cross_entropy(out["early"], y)
+        return (late, early, late + 0.3 * early, late)[number]
 
-    def distilled(scores: Tensor, target: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = teacher(scores)
-        bias = teacher.bias.detach() + target[:, None]
-        return F.mse_loss(scores, wanted) + F.mse_loss(scores, bias)
+    same(Heads, loss_of)
 
-    x, target = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
-    want: list[float] = []
-    for degrees in (None, *PLANS):
-        torch.manual_seed(1)
-        teacher.reset_parameters()
-        net = Net()
-        model = ap.parallelize(net, plan=ap.Plan.uniform(**degrees), loss_fn=distilled) if (
-            degrees) else lambda x, target, net=net: distilled(net(x), target)
-        got = []
-        for _ in range(2):
-            got.append(float(model(x, target=target).detach()))
+
+def slow_claim_the_same_model_with_labels_and_without() -> None:
+    def loss_of(model: Any, number: int) -> Tensor:
+        x, y = batch(8, number)
+        model.train(number != 2)  # a backward in eval mode, too
+        if number == 1:
+            loss: Tensor = model(x, y)[1]
+            return loss
+        return F.cross_entropy(model(x)[0], y)
+
+    same(Net, loss_of)
+
+
+def slow_claim_gradients_add_up_and_an_unused_forward_leaves_nothing() -> None:
+    def loss_of(model: Any, number: int) -> Tensor:
+        (x, y), (other, z) = batch(8, number), batch(4, number + 7)
+        (F.cross_entropy(model(other), z) / 2).backward()
+        model(x)
+        return F.cross_entropy(model(x), y) / 2
+
+    same(Logits, loss_of)
+
+
+def claim_another_gradient_on_one_rank_is_refused() -> None:
+    for degrees in (TP2, PP2):
+        model = parallel(degrees, Logits)
+        loss = F.cross_entropy(model(batch()[0]), batch()[1]) * (1 + dist.get_rank())
+        said = refused(loss.backward)
+        assert "differ between ranks" in said, said
+
+
+def claim_what_cannot_be_right_is_refused() -> None:
+    model = parallel(PP2, outputs=("0",))
+    logits, _ = model(*batch())
+    assert "returns its loss" in refused(lambda: logits.sum().backward())
+    for degrees in ALL:
+        model = parallel(degrees, Logits)
+        out = model(batch()[0])
+        out.sum().backward()
+        assert "already called" in refused(lambda z=out: z.sum().backward())
+        out = model(batch()[0])
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert "changed between" in refused(lambda z=out: z.sum().backward()), degrees
+
+
+def slow_claim_a_step_without_rows_for_a_replica() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees, Logits), net(Logits)
+        for m in (model, plain):
+            F.cross_entropy(m(batch(1)[0]), batch(1)[1]).backward()
+        assert all(near(p.grad.norm(), q.grad.norm(), 1e-4) for p, q in zip(
+            model.parameters(), plain.parameters(), strict=True)), degrees
+
+
+def _averaged(model: Any) -> list[Tensor]:
+    """Losses of a model and of two averages of its weights; a copy is trained apart from it."""
+    model(*batch())
+    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+                AveragedModel(model, use_buffers=True)]
+    opt, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(2):
+        loss = model(*batch(8, number))[1]
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        for average in averages:
+            average.update_parameters(model)
             with torch.no_grad():
-                teacher.weight.mul_(2.0)
-        want = want or got
-        assert got == pytest.approx(want, rel=1e-5), degrees
+                found.append(average.eval()(*batch(8, 9))[1])
+    twin = copy.deepcopy(model)
+    twin(*batch())[1].backward()
+    assert all(p.grad is None for p in model.parameters())
+    return [*found, *(p.grad.norm() for p in twin.parameters()),
+            *averages[0].module.state_dict().values()]
 
 
-def claim_texts_in_another_order_and_lists_as_long_as_the_batch_train() -> None:
-    texts = ["a", "b"] if dist.get_rank() else ["b", "a"]
-    x = torch.ones(8, 8)
-    for degrees in PLANS:
-        model = ap.parallelize(Shuffled(texts), plan=ap.Plan.uniform(**degrees))
-        for _ in range(2):
-            ratio = (model(x) / (2 * Net()(x))).detach()
-            assert ((ratio > 8 - 1e-3) & (ratio < 9 + 1e-3)).all(), (degrees, ratio)
+def slow_claim_a_copy_holds_its_own_parts_as_averages_need() -> None:
+    want = _averaged(net())
+    for degrees in ALL:
+        got = _averaged(parallel(degrees))
+        assert all(near(a, b, 1e-4) for a, b in zip(got, want, strict=True)), degrees
 
 
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)
+
+
+def test_the_costs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    step._tell_costs.cache_clear()
+    with caplog.at_level(logging.WARNING, "autopar_torch"):
+        for _ in range(2):
+            model = ap.parallelize(net(Logits))
+            model(batch()[0])
+            model(batch()[0])
+    assert sum("loss_fn=" in record.message for record in caplog.records) == 1
+
+
+def test_a_plan_keeps_all_micro_batches_where_the_loss_is_outside() -> None:
+    found = ap.plan(net(Logits), (batch()[0],), "2x4xH100", constraints={"pp": 2}).plan
+    assert found.schedule == "gpipe"

@@ -325,8 +325,9 @@ def _same_again(effects: Effects, first: ExportedProgram, told: Told,
     known = {node.name: value for node, value in _constants(first)}
     buffers = dict(effects.model.named_buffers(remove_duplicate=False))
     known |= {spec.arg.name: value for spec in first.graph_signature.input_specs
-              if spec.kind is InputKind.BUFFER and not (
-                  value := buffers[cast(str, spec.target).removeprefix(_PREFIX)]).is_meta}
+              if spec.kind is InputKind.BUFFER and type(  # no part of one
+                  value := buffers[cast(str, spec.target).removeprefix(_PREFIX)]
+              ) is Tensor and not value.is_meta}
     fixed = settled.constant(first.graph_module, list(made), known)
     values = fixed if fixed is not None or effects.model.training else settled.constant(
         first.graph_module, list(made), known, state)
