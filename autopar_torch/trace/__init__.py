@@ -23,7 +23,7 @@ from ..shard.rows import row_flow, rows_dim
 from ..shard.rules import is_random, op_name, writers
 from ..shard.strategies import strategies
 from . import draws, losses, masks, opaque, row_numbers, shares, tails
-from .apart import mixing, picks_too
+from .apart import count_alone, mixing, picks_too
 from .blocks import TracedBlock, Traits, cut, given_nodes, mark_grads, split_main
 from .burnt import Read
 from .call import Call
@@ -116,6 +116,7 @@ def _cut(captured: Captured, known: dict[str, ParamInfo], call: Call, placed: Co
     _read_once(flat, captured.sources, placed)
     losses.rewrite(flat, _batch(flat, captured))
     tails.straighten(flat)
+    count_alone(flat)
     part_reads(flat)
     learning = {name for name, source in captured.sources.items()
                 if source.kind == "param" and known[source.name].trainable}

@@ -123,6 +123,18 @@ def picks_too(prologue: fx.Graph, mixed: Collection[str],
                  if n.name in mixed and _are_numbers(n) and any(_picks(n.name, blocks)))
 
 
+def count_alone(graph: fx.Graph) -> None:
+    """An op that picks rows by number counts them for itself: those of a part, where another reader
+    needs those of the whole batch."""
+    for node in graph.nodes:
+        for value in node.all_input_nodes if op_name(node) in _PICKS | _PICKS_ALONG else ():
+            if op_name(value) == "arange" and len(value.users) > 1:
+                with graph.inserting_before(value):
+                    own = graph.node_copy(value)
+                own.meta = dict(value.meta)
+                node.replace_input_with(value, own)
+
+
 def _are_numbers(node: fx.Node) -> bool:
     """Whether a value is whole numbers that are made of nothing else: of rows, or of where they
     begin."""
