@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autopar_torch as ap
 import claims
@@ -150,6 +151,30 @@ class Moves(Branch):
         return out
 
 
+class Packs(nn.Module):
+    """Reads each sequence to its end; no length is 0, as made-up numbers may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(1, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        packed = pack_padded_sequence(x[..., None], lengths, True, enforce_sorted=False)
+        read, (state, _) = self.rnn(packed)
+        return pad_packed_sequence(read, True, total_length=x.shape[1])[0], state[-1]
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.packs, self.head = Packs(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        read, state = self.packs(x, lengths)
+        return self.head(read.sum(1) + state).square().mean()
+
+
 class Net(nn.Module):
     def __init__(self, last: type[nn.Module] = Branch) -> None:
         super().__init__()
@@ -236,6 +261,20 @@ def claim_a_module_that_writes_to_a_parameter_is_refused() -> None:
     with pytest.raises(TraceError, match=r"changes its tensor inner.bias"):
         ap.parallelize(before, _batch(), plan=ap.Plan.uniform(tp=2))
     torch.testing.assert_close(dict(before.state_dict()), dict(Net(Moves).state_dict()))
+
+
+def claim_recurrent_nets_read_packed_sequences() -> None:
+    x, lengths = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH), torch.tensor([2, 8, 1, 4, 4])
+    for plan in {"tp": 2}, {"pp": 2}, {"dp": 2}:
+        plain, model = Reader(), ap.parallelize(Reader(), plan=ap.Plan.uniform(**plan))
+        for _ in range(2):
+            for own in (model, plain):
+                own.zero_grad()
+                own(x, lengths).backward()
+                torch.optim.SGD(own.parameters(), lr=0.1).step()
+        torch.testing.assert_close(dict(model.state_dict()), plain.state_dict())
+    with pytest.raises(TraceError, match="sizes that depend on the data"):
+        ap.parallelize(Packs(), plan=ap.Plan.uniform(tp=2))(x, lengths)
 
 
 def claim_opaque_modules_run_on_their_stages() -> None:

@@ -37,7 +37,8 @@ ReadAttributes = Mapping[tuple[str, str], str]  # (what holds it, attribute) -> 
 Read = tuple[str, str]  # class of a module, attribute
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-_IGNORED = frozenset({"_output_capturing_hooks_installed"})  # by transformers, at its first call
+_IGNORED = frozenset({"_output_capturing_hooks_installed",  # by transformers, at its first call
+                      "_flat_weights", "_flat_weight_refs"})  # which RNNs make of their parameters
 MOST_ELEMENTS = 1 << 20  # of an array that is compared before each call
 _LIBRARIES = ("torch.", "transformers.")
 _WORD = re.compile(r"[^][() ,]+")

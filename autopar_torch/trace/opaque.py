@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.fx._symbolic_trace import _orig_module_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TraceError
 from ..model import ROWS
 from ..shard.together import Together
-from .effects import NoMessages
+from .effects import NoMessages, attributes_set
 from .settings import PLAIN
+from .values import counted
 
 MOST = 16  # tries, with more and more opaque modules
 FEW = (2, 3)  # rows to learn from
@@ -145,6 +147,12 @@ def _stand_in(model: nn.Module, path: str, module: nn.Module, rows: int) -> Any:
         kept = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if strange := [x for x in kept if x is not Tensor and not isinstance(x, PLAIN)]:
             raise _refusal(path, f"is called with a {type(strange[0]).__qualname__}")
+        with torch._C.DisableTorchFunction():  # which takes sizes for numbers
+            unknown = any(isinstance(size, torch.SymInt) for x in inputs for size in x.shape)
+        if unknown:
+            raise TraceError(f"{path} is given what has sizes that depend on the data", where=path,
+                             fix="put it, with what makes its input (pack_padded_sequence, say) "
+                             "and reads its output, into a module, which is computed whole then")
         own = OpaqueModule(path, list(state), spec, kept)
         given, call = [*state.values(), *inputs], f"{path} {len(_shapes)}"
         infos = [(tuple(t.shape), t.dtype, t.device) for t in given]
@@ -173,7 +181,10 @@ def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list
             given = [_made_up([size // num_rows * rows if size % num_rows == 0 else size
                                for size in shape], dtype) for shape, dtype, _ in infos]
             state = torch.get_rng_state()
-            trees.append(_run(own, given))
+            try:
+                trees.append(_run(own, given))
+            except (IndexError, RuntimeError, ValueError):  # 0 is no length of a sequence
+                trees.append(_run(own, [*map(counted, given)]))
             if not torch.equal(state, torch.get_rng_state()):
                 raise _refusal(own.path, "draws random numbers")
     if any(not isinstance(x, Tensor | None) for x in pytree.tree_leaves(trees[0])):
@@ -196,8 +207,8 @@ def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
     hook = module.register_forward_hook(lambda module, *_: after.update(
         (name, (x, x._version)) for name, x in module.named_buffers()))
     try:
-        with NoMessages():
-            tree = own.tree(*given)
+        with NoMessages(), attributes_set(nn.Module, __call__=_orig_module_call):
+            tree = own.tree(*given)  # unseen by the tracer, which counts no calls that fail
     finally:
         hook.remove()
     for name, (value, version) in after.items():

@@ -22,7 +22,7 @@ from ..shard.parts import join
 from ..shard.rows import rows_dim
 from ..shard.rules import ShapedOp, flops, is_mutable, is_random, op_name
 from ..shard.strategies import strategies
-from . import apart, shares, together
+from . import apart, shares, together, values
 from .blocks import TracedBlock, Traits, carried, signature, traits
 from .clean import each_info, has_rows, info_of
 from .together import between, copied, leaving
@@ -185,7 +185,7 @@ def _answer(region: _Region, name: str, least_rows: int) -> str:
     said = "it does not run on made-up values"
     for dtype, limit, noise in TYPES:
         learnt = 0
-        for seed, change in enumerate((_plain, _positive, _plain, _alike, _far, _tiny)):
+        for seed, change in enumerate(values.EACH):
             try:
                 said = _tried(region, dtype, (limit, noise), seed, change)
             except ERRORS as error:
@@ -193,7 +193,7 @@ def _answer(region: _Region, name: str, least_rows: int) -> str:
                 continue
             if said:
                 return said
-            learnt += change in (_plain, _positive)
+            learnt += change in values.ORDINARY
         if learnt:
             return ""
     return said or "all that was tried is not finite"
@@ -312,29 +312,6 @@ def _fits(graph: fx.Graph, num_rows: int) -> bool:
 # --- together and apart ---------------------------------------------------------------------------
 
 
-def _plain(value: Tensor) -> Tensor:
-    return value
-
-
-def _alike(value: Tensor) -> Tensor:
-    """One token everywhere: all go to one expert."""
-    last = value.shape[-1] if value.dim() > 1 and value.is_floating_point() else 1
-    return value.flatten()[:last].expand(value.shape).contiguous()
-
-
-def _positive(value: Tensor) -> Tensor:
-    return value.abs() + 0.1 if value.is_floating_point() else value
-
-
-def _far(value: Tensor) -> Tensor:
-    return 10 * value + 5 if value.is_floating_point() else value
-
-
-def _tiny(value: Tensor) -> Tensor:
-    """Beside it a small constant counts, as in `sqrt(x.mean() + 1e-8)`."""
-    return 1e-12 * value if value.is_floating_point() else value
-
-
 def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], seed: int,
            change: Any) -> str:
     """What of the whole is not that of the parts; an error if the whole does not run."""
@@ -342,7 +319,8 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
     infos = {n.name: info_of(n) for n in graph.nodes}
     given = {n.name: apart.made_up(info_of(n), region.consts.get(n.name), draw, region.num_rows)
              for n in graph.find_nodes(op="placeholder")}
-    given = {n: change(v) if has_rows(infos[n]) or (change is _tiny and n in region.sums) else v
+    sums = region.sums if change is values.tiny else ()
+    given = {n: change(v) if has_rows(infos[n]) or n in sums else v
              for n, v in given.items()}
     whole = _RegionRun(region, graph, given, region.num_rows, {})
     cots = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64, device="cpu").to(v.dtype)
@@ -352,7 +330,7 @@ def _tried(region: _Region, dtype: torch.dtype, limits: tuple[float, float], see
         raise ValueError("the whole is not finite")
     largest = max((float(v.abs().max()) for v in whole.grads.values() if v.numel()), default=0.0)
     limit, noise = limits[0], limits[1] * largest
-    if change is _tiny:  # a constant that counts twice is seen, and rounding is not
+    if change is values.tiny:  # a constant that counts twice is seen, and rounding is not
         limit, whole.grads = ROUGH, {}
     for cut in region.cuts():
         parts = []

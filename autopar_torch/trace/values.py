@@ -1,0 +1,38 @@
+"""Values on which it is tried whether rows depend on each other: each shows what others hide."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def plain(value: Tensor) -> Tensor:
+    return value
+
+
+def alike(value: Tensor) -> Tensor:
+    """One token everywhere: all go to one expert."""
+    last = value.shape[-1] if value.dim() > 1 and value.is_floating_point() else 1
+    return value.flatten()[:last].expand(value.shape).contiguous()
+
+
+def positive(value: Tensor) -> Tensor:
+    return value.abs() + 0.1 if value.is_floating_point() else value
+
+
+def counted(value: Tensor) -> Tensor:
+    """No sequence has a length of 0."""
+    return value + 1 if value.dtype in (torch.int64, torch.int32) else value
+
+
+def far(value: Tensor) -> Tensor:
+    return 10 * value + 5 if value.is_floating_point() else value
+
+
+def tiny(value: Tensor) -> Tensor:
+    """Beside it a small constant counts, as in `sqrt(x.mean() + 1e-8)`."""
+    return 1e-12 * value if value.is_floating_point() else value
+
+
+EACH = (plain, positive, plain, alike, far, tiny, counted)
+ORDINARY = plain, positive, counted  # of which one has to be finite
