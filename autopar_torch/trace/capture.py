@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +28,8 @@ from .caches import without
 from .call import Call
 from .casts import Casts
 from .checks import passed
-from .effects import Effects, attributes_set, refuse_large, refuse_messages, refuse_sparse
+from .each_op import TooLongError, each_op
+from .effects import Effects, attributes_set, refuse_large, refuse_sparse
 from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
 from .row_branches import Answers, asking
@@ -38,10 +38,6 @@ log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
 Told = tuple[tuple[str, ...], Form]  # names and form of the outputs
 Exported = tuple[ExportedProgram, Told]
-MOST_OPS, MOST_SECONDS = 200_000, 900.0
-MOST_PARTS = 256  # of the batch, in so many ops; fewer in more
-MOST_OPS_OF_PARTS = 1 << 13
-_WHOLE = ((), (0,), (0, 2**63 - 1))  # slices
 
 
 @dataclass(frozen=True)
@@ -137,10 +133,6 @@ def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
     }
 
 
-class _TooLongError(RuntimeError):
-    """The trace would hardly end."""
-
-
 class _DataSizeError(RuntimeError):
     """A size depends on the data."""
 
@@ -163,39 +155,6 @@ def _masks_as_given() -> contextlib.AbstractContextManager[None]:
     """torch's encoders look into a mask for whether it is causal, which is a hint and no more."""
     return attributes_set(transformer, _detect_is_causal_mask=lambda _, is_causal=None, *__: bool(
         is_causal))
-
-
-def _limited() -> contextlib.AbstractContextManager[None]:
-    """So many ops and seconds for a trace: loops are written out step by step."""
-    plain, end = FakeTensorMode.dispatch, time.monotonic() + MOST_SECONDS
-    num_ops = num_parts = 0
-
-    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        nonlocal num_ops, num_parts
-        num_ops, num_parts = num_ops + 1, num_parts + _num_parts(func, args)
-        if num_ops > MOST_OPS or time.monotonic() > end:
-            raise _TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
-                                f"{MOST_SECONDS:.0f} s to trace")
-        if num_parts * max(num_ops / MOST_OPS_OF_PARTS, 1) > MOST_PARTS:
-            raise _TooLongError("forward goes through the batch row by row, or by few rows")
-        refuse_messages(func)
-        return plain(mode, func, types, args, kwargs or {})
-
-    return attributes_set(FakeTensorMode, dispatch=dispatch)
-
-
-def _num_parts(func: Any, args: Any) -> int:
-    """Of how many parts of the batch an op makes values of their own."""
-    name = func.overloadpacket.__name__
-    if name not in ("unbind", "split", "select", "slice"):
-        return 0
-    at = 2 if name == "split" else 1
-    size = args[0].shape[args[at] if len(args) > at else 0] if args[0].dim() else 0
-    if not size or size % ROWS or (name == "slice" and tuple(args[2:]) in _WHOLE):
-        return 0
-    if name == "unbind":
-        return size
-    return -(-size // args[1]) if name == "split" else 1
 
 
 @contextlib.contextmanager
@@ -251,7 +210,7 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
             while any(f"{path}.".startswith(f"{own}.") for own in why):  # that was no help
                 path = opaque.above(model, path)
             if (not path or not tries_left or dtype or call.autocast
-                    or isinstance(cause, _TooLongError)):
+                    or isinstance(cause, TooLongError)):
                 raise
             found = opaque.alike(model, path)
             why |= dict.fromkeys(found, error.where)
@@ -368,7 +327,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
     flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype, rows, answers)
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), without(effects.model, call),
-          call.surroundings(device), effects.seen(), _limited(), _masks_as_given(), watched(),
+          call.surroundings(device), effects.seen(), each_op(), _masks_as_given(), watched(),
           passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
@@ -377,7 +336,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
-            long, picks = isinstance(error, _TooLongError), isinstance(error, _DataSizeError)
+            long, picks = isinstance(error, TooLongError), isinstance(error, _DataSizeError)
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             free = "DataDependent" in type(error).__name__ or "data-dependent" in line
             fix = ("keep the size and mask: (x * mask).sum() / mask.sum() is x[mask].mean()"

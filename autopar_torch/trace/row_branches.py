@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ..model import ROWS
 from .effects import attributes_set
@@ -86,6 +87,8 @@ class _Sizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in _SIZES:
+            for own in filter(is_known, (found, *args[:1])):
+                own.of_rows = of_rows((args, kwargs))
             return found
         if isinstance(found, torch.Size):
             return torch.Size(map(self._known, found))
@@ -132,6 +135,17 @@ class RowRatio(OfRows, float):
 
     def __int__(self) -> int:
         return int(_asked(("trunc", self.made), int(_plain(self))))
+
+
+def is_known(value: Any) -> bool:
+    """Whether it is a small tensor of a trace that has values, as forward made it of numbers."""
+    return getattr(value, "constant", None) is not None
+
+
+def of_rows(given: Any) -> bool:
+    """Whether numbers or known tensors among these depend on the number of rows."""
+    return any(isinstance(x, OfRows) or getattr(x, "of_rows", False)
+               for x in pytree.tree_leaves(given))
 
 
 def _number(made: Made, value: Any) -> Any:
