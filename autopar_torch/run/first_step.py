@@ -157,7 +157,8 @@ def as_it_is(module: nn.Module, call: Call, tensors: Sequence[Tensor], loss_fn: 
     to have been drawn."""
     with untouched(device), call.surroundings(device):
         before = _drawn(device)
-        _, found = outputs_of(module, loss_fn, *call.rebuild(tensors), inside)
+        given = [x.clone() for x in tensors]  # forward may write to them
+        _, found = outputs_of(module, loss_fn, *call.rebuild(given), inside)
         return found, before != _drawn(device)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from ..errors import TraceError
 from ..model import at_rows
 from .row_branches import OfRows, at
 
+log = logging.getLogger("autopar_torch")
 LossFn = Callable[..., Tensor]
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -43,7 +47,7 @@ class Form:
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    kind: type | None = None
+    kind: type | tuple[str, tuple[str, ...]] | None = None  # or name and fields of a named tuple
     left: tuple[tuple[str, Any], ...] = ()  # attributes that forward leaves behind, and what
 
     @property
@@ -66,6 +70,8 @@ class Form:
             return at_rows(leaf, rows) if type(leaf) is int else leaf
 
         tree = pytree.tree_unflatten(map(filled, self.leaves), self.spec)
+        if isinstance(self.kind, tuple):
+            return namedtuple(*self.kind)(*tree)
         if self.kind is None or issubclass(self.kind, Mapping):
             return tree if self.kind is None else Outputs(tree)
         made = object.__new__(self.kind)  # what its own __init__ does was done in the trace
@@ -74,12 +80,20 @@ class Form:
         return made
 
     def portable(self) -> Form:
-        """The form for another process. If that may not know the class, it is given by name."""
-        try:
-            pickle.dumps((self.spec, self.leaves, self.kind))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return dataclasses.replace(form_of(self.names), left=self.left)
-        return self
+        """The form for another process. If that may not know the class, it is given by name, or is
+        a named tuple of the same fields, as forward may make the class anew in each call."""
+        tree = pytree.tree_unflatten(self.leaves, self.spec)
+        found, named = [self, dataclasses.replace(form_of(self.names), left=self.left)], type(tree)
+        if hasattr(named, "_fields"):
+            found.insert(1, dataclasses.replace(self, spec=pytree.tree_structure(tuple(tree)),
+                                                kind=(named.__name__, named._fields)))
+        for form in found[:-1]:
+            try:
+                pickle.dumps((form.spec, form.leaves, form.kind))
+            except (pickle.PicklingError, AttributeError, TypeError):
+                continue
+            return form
+        return found[-1]
 
 
 def form_of(names: Iterable[str]) -> Form:
@@ -94,12 +108,37 @@ def outputs_of(model: nn.Module, loss_fn: LossFn | None, args: Any,
                inside: bool | None = None) -> tuple[Form, dict[str, Tensor]]:
     """What the model returns; where `target=` is given, with the loss of `loss_fn`."""
     target = (kwargs.pop("target"),) if loss_fn and "target" in kwargs else ()
+    given = [(own, own.copy()) for own in _containers((args, [*kwargs.values()]))]
     output = model(*args, **kwargs)
+    for own, before in given:
+        _refuse_changed(own, before, output)
     form, named = take_outputs(output, inside)
     if loss_fn and target:
         named = {**named, "loss": loss_fn(output, *target)}
         form = form_of(named)
     return form, named
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    """Dicts and lists of the caller, who may look into them after the call."""
+    if isinstance(tree, (dict, list, tuple)):
+        yield from () if isinstance(tree, tuple) else (tree,)
+        for own in tree.values() if isinstance(tree, dict) else tree:
+            yield from _containers(own)
+
+
+def _refuse_changed(now: Any, then: Any, output: Any) -> None:
+    """Refuse what forward puts into an argument, of which the caller's stays as it is."""
+    keys = list(now) if isinstance(now, dict) else range(len(now))
+    key = next((k for k in keys if (k not in then if isinstance(now, dict) else k >= len(then))
+                or now[k] is not then[k]), None)
+    if key is not None and now is output:
+        log.warning("forward changes its argument, at %r, and returns it; the caller's stays as it "
+                    "is, so use what is returned", key)
+    elif key is not None:
+        raise TraceError(f"forward changes its argument, at {key!r}, and the caller's would stay "
+                         "as it is", where="forward", fix="change a copy, dict(x) or list(x), and "
+                         "return what is to be used after the call")
 
 
 def take_outputs(output: Any, inside: bool | None = None) -> tuple[Form, dict[str, Tensor]]:
@@ -116,6 +155,8 @@ def take_outputs(output: Any, inside: bool | None = None) -> tuple[Form, dict[st
         inside = _covers(first, leaves)
     for (name, _), leaf in zip(names, leaves, strict=True):
         place = Named("loss" if inside and leaf is first is not None else name)
+        while place.name in named:  # {"a.0": x, "a": [y]}
+            place = Named(f"{place.name}'")
         if isinstance(leaf, Tensor):
             named[place.name] = leaf
         kept.append(leaf if isinstance(leaf, _PLAIN) else place)

@@ -28,6 +28,7 @@ _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze
              "view_as", "reshape_as", "contiguous", "alias", "to", "type_as", "expand", "expand_as",
              "detach"}
 _PIECES = {"split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split"}
+_MADE_AS = {"dtype", "layout", "device", "pin_memory"}
 _SWAPS = {"transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT"}
 
 
@@ -177,11 +178,14 @@ class _Writes:
         wanted = [(own.name, str(own.type)) for own in schema.arguments if own.name != "out"]
         packet = node.target.overloadpacket  # type: ignore[union-attr]
         plain = [getattr(packet, name) for name in packet.overloads()]
-        twin = next((own for own in plain
-                     if [(a.name, str(a.type)) for a in own._schema.arguments] == wanted), None)
+        twin = next((own for own in plain if [(a.name, str(a.type)) for a in own._schema.arguments
+                                              if a.name not in _MADE_AS] == wanted), None)
         if twin is None:
             raise _refusal(node, "`out=`")
         kwargs = {name: own for name, own in node.kwargs.items() if name != "out"}
+        if len(twin._schema.arguments) > len(wanted):  # `torch.eye(n, out=c)`
+            kwargs |= {"dtype": getattr(torch, info_of(target).dtype),
+                       "device": torch.device("cpu")}
         args, kwargs = self._present((node.args, kwargs), node)
         with self.graph.inserting_before(node):
             new = self._call(twin, args, kwargs, info_of(node), node)
@@ -224,8 +228,10 @@ class _Writes:
         with self.graph.inserting_before(node):
             new = made = self._functional(node, args, kwargs)
             for view, state in zip(chain, states, strict=True):
-                if schema_name(view) == "aten::detach" and {state, new} & self.grads:
+                if schema_name(view) == "aten::detach" and state in self.grads:
                     raise _refusal(node, "a detached value, which is read with gradients, too")
+                if schema_name(view) == "aten::detach" and new in self.grads:
+                    new = self._call(aten.detach.default, (new,), {}, info_of(new), node)
                 new = self._put_back(node, view, state, new)
             if keep:
                 new = self._call(aten.copy_.default, (root, new), {}, info_of(root), node)
