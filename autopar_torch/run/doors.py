@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -120,13 +122,23 @@ class Turns:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse fully_shard, which gives a module another class, and DDP around a module that has the
-    model in it, which is in its own forward."""
+    """Refuse fully_shard, which gives a module another class, DDP around a module that has the
+    model in it, which is in its own forward, and what writes down the ops of one rank."""
     if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):
         raise no_wrapper("fully_shard")
+    if torch._C._is_tracing() or torch.compiler.is_exporting():
+        raise RunError("torch.jit.trace and torch.export see nothing of a parallelized model",
+                       where="model(...)", fix="build the plain model again for them, with "
+                       "load_state_dict(model.state_dict())")
     around = DistributedDataParallel._get_active_ddp_module()
     if around is not None and any(own is model for own in around.modules()):
         raise no_wrapper("DistributedDataParallel")
+
+
+def asked_for() -> Exception:
+    """Of what DDP asks for, which goes no further. Who looks at all attributes finds none."""
+    is_ddp = sys._getframe(2).f_code.co_filename == inspect.getfile(DistributedDataParallel)
+    return no_wrapper("DistributedDataParallel") if is_ddp else AttributeError("only DDP asks")
 
 
 def no_wrapper(name: str) -> RunError:

@@ -347,7 +347,7 @@ class ParallelModel(Around):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """DDP asks for it first of all."""
-        raise doors.no_wrapper("DistributedDataParallel")
+        raise doors.asked_for()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The user's Parameter objects; where a plan cuts them they mean whole tensors."""
