@@ -5,6 +5,8 @@ PYTEST_DONT_REWRITE: here `assert` is Python's own.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -46,6 +48,14 @@ def raises_if_wrong(h: Tensor) -> Tensor:
     return h
 
 
+def warns_if_wrong(h: Tensor) -> Tensor:
+    if h.ne(0).logical_and(h.ne(1)).any().item():
+        warnings.warn(f"{h.shape[0]} rows are strange", stacklevel=2)
+    if min(h[0]) < 0:
+        logging.warning("too small")
+    return h
+
+
 def of_distributions(h: Tensor) -> Tensor:
     mean, size = h.chunk(2, -1)
     found = torch.distributions.Normal(mean, size.exp())
@@ -59,7 +69,8 @@ def of_a_loss(h: Tensor) -> Tensor:
     return h * nn.functional.gaussian_nll_loss(mean, mean + 1.0, size.exp())
 
 
-@pytest.mark.parametrize("check", [raises_if_wrong, of_distributions, of_a_loss])
+@pytest.mark.parametrize("check", [raises_if_wrong, warns_if_wrong, of_distributions,
+                                   of_a_loss])
 def test_a_check_that_would_raise_passes_in_a_trace(check: Any) -> None:
     traced(check)
 
@@ -99,6 +110,13 @@ def raises_or_not(h: Tensor) -> Tensor:
     return h
 
 
+def warns_and_doubles(h: Tensor) -> Tensor:
+    if h.mean() > 1:
+        logging.warning("too large")
+        h = h * 2
+    return h
+
+
 def caught(h: Tensor) -> Tensor:
     try:
         return raises_if_wrong(h)
@@ -116,7 +134,7 @@ def transformed(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("check", [branches, branches_by_item, counts, raises_or_not, caught,
-                                   by_itself, transformed])
+                                   warns_and_doubles, by_itself, transformed])
 def test_what_a_trace_cannot_follow_is_refused(check: Any) -> None:
     with pytest.raises(TraceError, match=r"data-dependent|torch\.func"):
         traced(check)

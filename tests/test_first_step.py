@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 import autopar_torch as ap
@@ -67,11 +69,17 @@ class DroppingUnseen(Unseen):
 
 
 class DroppingForExport(Net):
-    """It does another thing while it is exported, as a trace does."""
+    """It does another thing in a trace."""
 
     def features(self, x: Tensor) -> Tensor:
         x = self.drop(super().features(x))
-        return 2 * x if torch.compiler.is_exporting() else x
+        return 2 * x if isinstance(x, FakeTensor) else x
+
+
+class Asking(Net):
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        return 2 * x if torch.compiler.is_exporting() or is_compiling() else x
 
 
 def batch(num_rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -99,6 +107,12 @@ def claim_other_outputs_are_refused_where_the_loss_is_made_outside() -> None:
 
 def claim_it_can_be_left_out() -> None:
     stepped(Unseen(), {"dp": 2}, *batch(), guards={"first_step": False})
+
+
+def claim_whether_torch_exports_changes_nothing() -> None:
+    for degrees in PLANS:
+        want = Net()(*batch()).square().mean().detach()
+        torch.testing.assert_close(stepped(Asking(), degrees, *batch()), want)
 
 
 def claim_the_trace_of_what_draws_numbers_is_looked_at() -> None:

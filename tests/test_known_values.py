@@ -1,4 +1,5 @@
-"""Claims about small tensors that forward makes of numbers: Python may ask for their values."""
+"""Claims about small tensors that forward makes of numbers, whose values Python may ask for, and
+about numbers that it takes out of tensors."""
 
 from __future__ import annotations
 
@@ -44,6 +45,10 @@ def _asked(h: Tensor) -> Tensor:
 
 RIGHT: dict[str, Tail] = {
     "crops": _crops, "written": _written, "asked": _asked,
+    "counted": lambda h: h.square().sum() / max(1, (h > 0).sum().item()),
+    "of a sum": lambda h: h.square().sum() * (1 / (10 - min((h > 0).sum().item(), 9))),
+    "at least": lambda h: h.sum() / max(h.detach().square().sum().item(), 1.0),
+    "of the largest": lambda h: (h / (h.detach().abs().max().item() + 1)).square().mean(),
     "a range": lambda h: h.square().mean(torch.arange(h.dim()).tolist()),
     "a mask": lambda h: h[:, :3].mean() if (torch.tensor([1.0, 3.0]) > 2).any() else h.mean(),
 }

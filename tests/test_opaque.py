@@ -175,6 +175,20 @@ class Reader(nn.Module):
         return self.head(read.sum(1) + state).square().mean()
 
 
+class Particular(Branch):
+    """Takes probabilities, and weights that are not below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e6 or self.weights.numpy().min() < 0:
+            raise ValueError("weights are below 0")
+        shares = self.inner(x).softmax(-1)
+        return super().forward(torch.distributions.Categorical(shares).probs * self.weights.sum())
+
+
 class Net(nn.Module):
     def __init__(self, last: type[nn.Module] = Branch) -> None:
         super().__init__()
@@ -212,6 +226,10 @@ def _trains(last: type[nn.Module] = Branch, **plan: Any) -> None:
 
 def claim_what_is_around_an_opaque_module_is_split_in_a_tensor_group() -> None:
     _trains(tp=2)
+
+
+def claim_it_may_be_particular_about_its_values() -> None:
+    _trains(Particular, tp=2)
 
 
 def claim_a_backward_of_its_own_is_kept() -> None:

@@ -40,7 +40,7 @@ _OWN = frozenset(vars(nn.Module())) - {"training"}
 _IGNORED = frozenset({"_output_capturing_hooks_installed",  # by transformers, at its first call
                       "_flat_weights", "_flat_weight_refs"})  # which RNNs make of their parameters
 MOST_ELEMENTS = 1 << 20  # of an array that is compared before each call
-_LIBRARIES = ("torch.", "transformers.")
+LIBRARIES = ("torch.", "transformers.")
 _WORD = re.compile(r"[^][() ,]+")
 _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
@@ -48,7 +48,7 @@ _grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 def is_library(hook: Any) -> bool:
     """Hooks of libraries do their work within forward, where a trace sees it."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
-    return f"{home}.".startswith(_LIBRARIES)
+    return f"{home}.".startswith(LIBRARIES)
 
 
 def user_hooks(module: nn.Module) -> list[tuple[str, Any]]:

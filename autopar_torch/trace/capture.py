@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,23 +14,24 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, compiler, fx, nn
+from torch._export import non_strict_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, _trace as exporting
 from torch.export.graph_signature import InputKind
-from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
 from . import opaque, settled
-from .burnt import Read, tensors_of
+from .burnt import LIBRARIES, Read, tensors_of
 from .caches import without
 from .call import Call
 from .casts import Casts
 from .checks import passed
 from .each_op import TooLongError, each_op
 from .effects import Effects, attributes_set, refuse_large, refuse_sparse
+from .encoders import as_without_a_trace
 from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
 from .row_branches import Answers, asking
@@ -64,6 +66,14 @@ class Captured:
     least_rows: int  # that have to be tried, as there are numbers that hold for so many
 
 
+class _Exporting:
+    """Whether torch exports: torch and transformers mean whether there are values. Other code may
+    compute something else then, so it runs as it does without a trace."""
+
+    def __bool__(self) -> bool:
+        return f"{sys._getframe(1).f_globals.get('__name__')}.".startswith(LIBRARIES)
+
+
 class _Flat(nn.Module):
     """Takes tensors only, returns a tuple of tensors only: what export can digest."""
 
@@ -80,7 +90,8 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         casts = Casts(self.dtype) if self.dtype else contextlib.nullcontext()
-        with (casts, self.effects.none(), _grads(self.grads),
+        flags = dict.fromkeys(("_is_compiling_flag", "_is_exporting_flag"), _Exporting())
+        with (casts, self.effects.none(), _grads(self.grads), attributes_set(compiler, **flags),
               asking(self.call.num_rows, self.rows, self.answers)):
             form, named = self.outputs(*self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
@@ -151,10 +162,14 @@ def _unsaid() -> Iterator[None]:
         yield
 
 
-def _masks_as_given() -> contextlib.AbstractContextManager[None]:
-    """torch's encoders look into a mask for whether it is causal, which is a hint and no more."""
-    return attributes_set(transformer, _detect_is_causal_mask=lambda _, is_causal=None, *__: bool(
-        is_causal))
+def _least(*args: Any, plain: Any = non_strict_utils._tensor_min_max, **how: Any) -> Any:
+    """`min(x)` of a tensor, which torch would compute without another; of a number out of a tensor,
+    which it asks for whole numbers alone."""
+    if any(isinstance(x, torch.SymFloat) for x in args) and len(args) == 2:
+        most = how["tensor_callable"] is torch.maximum
+        return torch.sym_max(*args) if most else torch.sym_min(*args)
+    alone = len(args) == 1 and isinstance(args[0], Tensor)
+    return plain(*([list(args[0])] if alone else args), **how)
 
 
 @contextlib.contextmanager
@@ -189,6 +204,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device, info: Para
     cast = dtype if dtype and is_param and tensor.is_floating_point() else tensor.dtype
     with mode:
         fake = torch.empty(shape, dtype=cast, device=device)
+    if not is_param and shape == tensor.shape and not tensor.is_meta:
+        fake.held = tensor  # type: ignore[attr-defined]
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_param else fake
 
 
@@ -327,8 +344,9 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
     flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype, rows, answers)
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), without(effects.model, call),
-          call.surroundings(device), effects.seen(), each_op(), _masks_as_given(), watched(),
-          passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None)):
+          call.surroundings(device), effects.seen(), each_op(), as_without_a_trace(), watched(),
+          passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None),
+          attributes_set(non_strict_utils, _tensor_min_max=_least)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)

@@ -1,4 +1,5 @@
-"""Checks of values in forward (`if (x < 0).any(): raise ...`): a trace has none, so they pass."""
+"""Checks of values in forward (`if (x < 0).any(): raise ...`, or that warn): a trace has no
+values, so they pass."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ log = logging.getLogger("autopar_torch")
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 _HOME = "autopar_torch/trace/"
 _ITEM = Tensor.item
+_SAYS = ("warnings", "warn", "logger", "logging", "log", "print")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RERAISE")
 
 
 def passed() -> contextlib.AbstractContextManager[None]:
-    """While it is entered: where a value that is not known decides whether to raise, forward goes
-    on. It says once which checks are not made."""
+    """While it is entered: where a value that is not known decides whether to raise or warn,
+    forward goes on. It says once which checks are not made."""
     return attributes_set(Tensor, __bool__=_known(Tensor.__bool__), item=_known(Tensor.item))
 
 
@@ -84,9 +86,17 @@ def _good(code: CodeType, at: int) -> bool | None:
         return None
     target = next(k for k, step in enumerate(steps) if step.offset == steps[here].argval)
     jumps_if = jump.endswith("IF_TRUE")
-    if _raises(steps[here + 1:]):
+    if _raises(steps[here + 1:]) or _only_says(steps[here + 1:target]):
         return jumps_if
     return not jumps_if if _raises(steps[target:]) else None
+
+
+def _only_says(steps: list[dis.Instruction]) -> bool:
+    """Whether all that follows is a warning or a line in a log."""
+    named = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
+    return bool(named) and named[0] in _SAYS and not any(
+        step.opname in _ENDS or "JUMP" in step.opname or step.opname.startswith("STORE")
+        or step.opname == "RAISE_VARARGS" for step in steps)
 
 
 def _raises(steps: list[dis.Instruction]) -> bool:

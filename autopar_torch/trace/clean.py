@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import TraceError
 from ..model import TensorInfo
 from ..shard.rules import is_mutable, op_name
+from . import items
 from .autocast import spell_out
 from .capture import Captured, line_of, module_path
 from .effects import refuse_sparse
@@ -78,6 +79,7 @@ def flatten(captured: Captured) -> fx.Graph:
     graph = fx.Graph()
     params = frozenset(n for n, source in captured.sources.items() if source.kind == "param")
     graph.output(_copy(graph, captured.module, {}, params, captured.autocast))
+    items.keep(graph)
     _say_sizes(graph)
     return graph
 
@@ -161,7 +163,8 @@ def _say_sizes(graph: fx.Graph) -> None:
                 node.args[0], [dim for dim, size in enumerate(shape) if size == 1])
         at = _SPARSE.get(op_name(node), len(node.args))
         if at < len(node.args) and node.args[at]:
-            log.warning("not honoured: sparse=True of %s; its gradients are dense", op_name(node))
+            log.warning("not honoured: sparse=True of %s; its gradients are dense, which Adam "
+                        "takes, and SparseAdam does not", op_name(node))
             node.update_arg(at, False)
         if node.target in _LIKE:
             node.target = _LIKE[node.target]

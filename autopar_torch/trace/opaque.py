@@ -22,7 +22,7 @@ from ..model import ROWS
 from ..shard.together import Together
 from .effects import NoMessages, attributes_set
 from .settings import PLAIN
-from .values import counted
+from .values import counted, shares
 
 MOST = 16  # tries, with more and more opaque modules
 FEW = (2, 3)  # rows to learn from
@@ -155,7 +155,7 @@ def _stand_in(model: nn.Module, path: str, module: nn.Module, rows: int) -> Any:
                              "and reads its output, into a module, which is computed whole then")
         own = OpaqueModule(path, list(state), spec, kept)
         given, call = [*state.values(), *inputs], f"{path} {len(_shapes)}"
-        infos = [(tuple(t.shape), t.dtype, t.device) for t in given]
+        infos = [(tuple(t.shape), t.dtype, t.device, getattr(t, "held", None)) for t in given]
         del module.forward
         own.model = model
         try:
@@ -179,12 +179,10 @@ def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list
         for rows in FEW:
             torch.default_generator.manual_seed(0)
             given = [_made_up([size // num_rows * rows if size % num_rows == 0 else size
-                               for size in shape], dtype) for shape, dtype, _ in infos]
+                               for size in shape], dtype) if held is None else held.clone()
+                     for shape, dtype, _, held in infos]
             state = torch.get_rng_state()
-            try:
-                trees.append(_run(own, given))
-            except (IndexError, RuntimeError, ValueError):  # 0 is no length of a sequence
-                trees.append(_run(own, [*map(counted, given)]))
+            trees.append(_run_on_any(own, given))
             if not torch.equal(state, torch.get_rng_state()):
                 raise _refusal(own.path, "draws random numbers")
     if any(not isinstance(x, Tensor | None) for x in pytree.tree_leaves(trees[0])):
@@ -196,6 +194,16 @@ def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list
     shapes = [tuple(_traced(own, *sizes, num_rows) for sizes in zip(x.shape, y.shape, strict=True))
               for x, y in zip(few, more, strict=True)]
     return [(shape, x.dtype, device) for shape, x in zip(shapes, few, strict=True)], trees[0]
+
+
+def _run_on_any(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
+    """The same, where 0 is no length of a sequence, or probabilities are asked for."""
+    for change in (counted, shares):
+        try:
+            return _run(own, given)
+        except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError):
+            given = [*map(change, given)]
+    return _run(own, given)
 
 
 def _run(own: OpaqueModule, given: Sequence[Tensor]) -> Any:

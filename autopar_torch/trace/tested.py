@@ -33,7 +33,7 @@ log = logging.getLogger("autopar_torch")
 TYPES = (torch.float64, 1e-6, 1e-11), (torch.float32, 1e-4, 1e-5)
 ROUGH = 0.1
 MOST_FLOPS, MOST_ELEMENTS = 5e7, 1 << 23  # of a row, and of all rows
-ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+ERRORS = (AssertionError, RuntimeError, ValueError, IndexError, TypeError)
 
 
 class Surroundings(NamedTuple):

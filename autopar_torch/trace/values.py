@@ -34,5 +34,10 @@ def tiny(value: Tensor) -> Tensor:
     return 1e-12 * value if value.is_floating_point() else value
 
 
-EACH = (plain, positive, plain, alike, far, tiny, counted)
-ORDINARY = plain, positive, counted  # of which one has to be finite
+def shares(value: Tensor) -> Tensor:
+    """Probabilities."""
+    return value.softmax(-1) if value.dim() and value.is_floating_point() else value
+
+
+EACH = (plain, positive, plain, alike, far, tiny, counted, shares)
+ORDINARY = plain, positive, counted, shares  # of which one has to be finite

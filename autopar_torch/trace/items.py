@@ -1,0 +1,99 @@
+"""Numbers that forward takes out of tensors (`x.sum().item()`) stay tensors in a trace."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import TraceError
+from ..model import TensorInfo
+from ..shard.rules import op_name
+
+aten = torch.ops.aten
+Make = Callable[..., fx.Node]
+
+
+def keep(graph: fx.Graph) -> None:
+    """Rewrite what is computed with such numbers; who reads them gets them in its own type."""
+    numbers = dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not (
+                node.target is aten.item.default or numbers.keys() & {*node.all_input_nodes}):
+            continue
+
+        def call(target: Any, *args: Any, like: fx.Node = node) -> fx.Node:
+            with graph.inserting_before(like):
+                made = graph.call_function(target, args)
+            made.meta = {**like.meta, "memory": frozenset(), "info": _info(made)}
+            return made
+
+        if node.meta["info"] is not None:
+            _give(node, numbers, call)
+        elif node.users:
+            numbers[node] = _tensor(node, [numbers.get(a, a) for a in node.args], call)  # type: ignore[arg-type, call-overload]
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.meta["info"] is None and not node.users:
+            graph.erase_node(node)
+
+
+def _tensor(node: fx.Node, args: list[Any], call: Make) -> fx.Node:
+    """What a number is, as a tensor. In Python it is one of 64 bits."""
+    (first, *rest), target = args, node.target
+    if target is aten.item.default:
+        return call(aten.detach.default, call(aten.view.default, first, []))
+    if target in (torch.sym_float, operator.neg):
+        return call(*((aten.neg.default, first) if target is operator.neg
+                      else (aten.to.dtype, first, torch.float64)))
+    if target in _BOTH:
+        plain, of_tensors = _BOTH[target]
+        if not isinstance(first, fx.Node):
+            first, rest = rest[0], [first]
+        return call(of_tensors if isinstance(rest[0], fx.Node) else plain, first, *rest)
+    if target is operator.sub:
+        return call(aten.sub.Tensor, *args) if isinstance(first, fx.Node) else call(
+            aten.rsub.Scalar, *rest, first)
+    if target is operator.truediv:
+        return call(aten.div.Tensor, *args) if isinstance(first, fx.Node) else call(
+            aten.mul.Tensor, call(aten.reciprocal.default, *rest), first)
+    raise _refusal(node)
+
+
+_BOTH = {torch.sym_max: (aten.clamp_min.default, aten.maximum.default),
+         torch.sym_min: (aten.clamp_max.default, aten.minimum.default),
+         operator.add: (aten.add.Tensor, aten.add.Tensor),
+         operator.mul: (aten.mul.Tensor, aten.mul.Tensor)}
+
+
+def _give(node: fx.Node, numbers: dict[fx.Node, fx.Node], call: Make) -> None:
+    """A pointwise op reads a tensor in the place of a number."""
+    kind = getattr(torch, node.meta["info"].dtype) if isinstance(
+        node.meta["info"], TensorInfo) else torch.bool
+    places = [str(a.type) for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    args = list(node.args)
+    for k, own in enumerate(node.args):
+        if own in numbers:
+            if places[k] != "Tensor" or not kind.is_floating_point or (
+                    torch.Tag.pointwise not in node.target.tags):  # type: ignore[union-attr]
+                raise _refusal(node)
+            args[k] = call(aten.to.dtype, numbers[own], kind)  # type: ignore[index]
+    node.args = tuple(args)
+    if numbers.keys() & {*node.all_input_nodes}:
+        raise _refusal(node)
+
+
+def _info(node: fx.Node) -> TensorInfo:
+    """Of a tensor without dims."""
+    empty = {n: torch.empty((), dtype=getattr(torch, n.meta["info"].dtype), device="meta")
+             for n in node.all_input_nodes}
+    made = node.target(*fx.node.map_arg(node.args, empty.__getitem__))  # type: ignore[operator]
+    return TensorInfo((), str(made.dtype).removeprefix("torch."))
+
+
+def _refusal(node: fx.Node) -> TraceError:
+    return TraceError(f"{op_name(node)} takes a number out of the data",
+                      where=node.meta.get("line") or "forward",
+                      fix="keep it as a tensor, without item()")
