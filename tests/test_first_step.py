@@ -79,7 +79,9 @@ class DroppingForExport(Net):
 class Asking(Net):
     def features(self, x: Tensor) -> Tensor:
         x = super().features(x)
-        return 2 * x if torch.compiler.is_exporting() or is_compiling() else x
+        exporting = torch.compiler.is_exporting()
+        exporting |= False
+        return 2 * x if exporting or is_compiling() else x
 
 
 def batch(num_rows: int = 8) -> tuple[Tensor, Tensor]:

@@ -160,7 +160,8 @@ def refuse_replaced(names: Sequence[str]) -> None:
             f"{_few(names)}: added, removed or replaced after the plan was made",
             where="parameters and buffers",
             fix="change them in place (with torch.no_grad(): p.copy_(...)), or build the module "
-            "as it shall be before parallelize")
+            "as it shall be before parallelize; functional_call takes model.module, which every "
+            "rank runs whole")
 
 
 def refuse_thawed(names: Sequence[str], zero: int) -> None:

@@ -147,7 +147,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             except Exception as error:  # of the model, whatever it is
                 if count < call.num_rows and trial.runs(_as_type(tensors, dtype)):
                     return Shares(f"{count} of {call.num_rows} rows alone do not run "
-                                  f"({str(error)[:80]})")
+                                  f"({_said(error)})")
                 log.debug("the model does not run on %d rows in %s: %s", count, dtype, error)
                 continue
             if count == 1:
@@ -246,7 +246,7 @@ class _RowsTrial:
             try:
                 parts = [self.run(self.call.slice(tensors, *span)) for span in spans]
             except Exception as error:  # of the model, whatever it is
-                return f"{first} of {num_rows} rows alone do not run ({str(error)[:80]})", []
+                return f"{first} of {num_rows} rows alone do not run ({_said(error)})", []
             for n, kept in whole.state.items():
                 if not all(torch.allclose(kept, p.state[n], self.limit, self.limit, True)
                            for p in parts):
@@ -423,6 +423,10 @@ def _place(whole: Tensor, parts: list[Tensor], spans: tuple[Rows, Rows],
                    for piece, part in zip(pieces, parts, strict=True)):
                 return place
     return NOWHERE
+
+
+def _said(error: Exception) -> str:
+    return str(error)[:80] or type(error).__name__
 
 
 def _differs(want: dict[str, Tensor], parts: list[dict[str, Tensor]], shares: tuple[float, ...],

@@ -70,8 +70,12 @@ class _Exporting:
     """Whether torch exports: torch and transformers mean whether there are values. Other code may
     compute something else then, so it runs as it does without a trace."""
 
-    def __bool__(self) -> bool:
-        return f"{sys._getframe(1).f_globals.get('__name__')}.".startswith(LIBRARIES)
+    def __bool__(self, depth: int = 1) -> bool:
+        asking = sys._getframe(depth).f_globals.get("__name__")
+        return f"{asking}.".startswith(LIBRARIES)
+
+    def __or__(self, other: Any) -> Any:
+        return self.__bool__(2) | other
 
 
 class _Flat(nn.Module):
