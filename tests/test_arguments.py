@@ -72,6 +72,12 @@ def claim_the_look_at_the_first_step_leaves_the_batch_alone() -> None:
         torch.testing.assert_close(got.detach(), Net(lambda net, x: net(2 * x))(x))
 
 
+def claim_the_look_at_the_first_step_sees_a_tensor_that_is_given_twice() -> None:
+    model, x = ap.parallelize(Net(lambda net, x, y: net(x.mul_(2)) + y), plan=PLANS["dp2"]), _x()
+    with pytest.raises(AutoparError, match="off by"):
+        model(x, x)
+
+
 def claim_a_named_tuple_may_be_made_in_forward() -> None:
     def does(net: nn.Module, x: Tensor) -> Any:
         made = namedtuple("made", ["first", "second"])  # a class of its own for each call

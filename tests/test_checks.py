@@ -117,6 +117,13 @@ def warns_and_doubles(h: Tensor) -> Tensor:
     return h
 
 
+def says_and_writes(h: Tensor) -> Tensor:
+    if h.mean() > 1:
+        logging.warning("too large")
+        h.clamp_(-1, 1)
+    return h
+
+
 def caught(h: Tensor) -> Tensor:
     try:
         return raises_if_wrong(h)
@@ -134,7 +141,7 @@ def transformed(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("check", [branches, branches_by_item, counts, raises_or_not, caught,
-                                   warns_and_doubles, by_itself, transformed])
+                                   warns_and_doubles, says_and_writes, by_itself, transformed])
 def test_what_a_trace_cannot_follow_is_refused(check: Any) -> None:
     with pytest.raises(TraceError, match=r"data-dependent|torch\.func"):
         traced(check)

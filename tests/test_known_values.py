@@ -43,12 +43,21 @@ def _asked(h: Tensor) -> Tensor:
     return h.square().mean() * (2 if many else 1) * torch.tensor([h.shape[0], 2]).tolist()[0]
 
 
+def _viewed(h: Tensor) -> Tensor:
+    counts = torch.tensor([1, 2, 3])
+    tail = counts[1:]
+    tail[0] = len(h)
+    return h.square().mean() * (2 if counts[1] > 5 else 1)
+
+
 RIGHT: dict[str, Tail] = {
     "crops": _crops, "written": _written, "asked": _asked,
     "counted": lambda h: h.square().sum() / max(1, (h > 0).sum().item()),
-    "of a sum": lambda h: h.square().sum() * (1 / (10 - min((h > 0).sum().item(), 9))),
+    "a share": lambda h: h.square().sum() * (1 / (h > 0).sum().item() - 1 / len(h.flatten()) ** 2),
     "at least": lambda h: h.sum() / max(h.detach().square().sum().item(), 1.0),
     "of the largest": lambda h: (h / (h.detach().abs().max().item() + 1)).square().mean(),
+    "a view": _viewed,
+    "picked": lambda h: h[:, (k := torch.arange(4))[k < torch.tensor(len(h) - 2)]].square().mean(),
     "a range": lambda h: h.square().mean(torch.arange(h.dim()).tolist()),
     "a mask": lambda h: h[:, :3].mean() if (torch.tensor([1.0, 3.0]) > 2).any() else h.mean(),
 }
@@ -78,7 +87,8 @@ def claim_their_values_decide_as_in_one_process() -> None:
             model = ap.parallelize(copy.deepcopy(plain), plan=own)
             for x in _batches():
                 got, want = model(x), plain(x)
-                torch.testing.assert_close(got.detach(), want.detach(), msg=f"{name} {plan}")
+                torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-12, atol=1e-14,
+                                           msg=f"{name} {plan}")
                 for one, loss in (model, got), (plain, want):
                     one.zero_grad()
                     loss.backward()

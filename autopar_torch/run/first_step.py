@@ -157,8 +157,9 @@ def as_it_is(module: nn.Module, call: Call, tensors: Sequence[Tensor], loss_fn: 
     to have been drawn."""
     with untouched(device), call.surroundings(device):
         before = _drawn(device)
-        given = [x.clone() for x in tensors]  # forward may write to them
-        _, found = outputs_of(module, loss_fn, *call.rebuild(given), inside)
+        own = {id(x): x.clone() for x in tensors}  # forward may write to them
+        given = call.rebuild([own[id(x)] for x in tensors])
+        _, found = outputs_of(module, loss_fn, *given, inside)
         return found, before != _drawn(device)
 
 

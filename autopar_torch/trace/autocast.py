@@ -78,6 +78,8 @@ def _what_it_does(node: fx.Node, op: OpOverload, given: list[Any], spec: Any, dt
                   where: str) -> tuple[ArgCasts, torch.dtype | None]:
     """(casts of arguments, `dtype=` or None) with which the op does the same without autocast."""
     want = _dtypes(node.meta["val"])
+    if not want:
+        return {}, None  # a number
     kind = next(t.device.type for t in given if isinstance(t, Tensor))
     casts = _casts(op, given, spec, torch.autocast(kind, dtype, cache_enabled=False))
     if not _has_kernel(op, f"Autocast{kind.upper()}"):  # the op's own casts stay in it

@@ -77,6 +77,11 @@ class _Exporting:
     def __or__(self, other: Any) -> Any:
         return self.__bool__(2) | other
 
+    def __eq__(self, other: object) -> bool:
+        return self.__bool__(2) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class _Flat(nn.Module):
     """Takes tensors only, returns a tuple of tensors only: what export can digest."""
@@ -166,7 +171,7 @@ def _unsaid() -> Iterator[None]:
         yield
 
 
-def _least(*args: Any, plain: Any = non_strict_utils._tensor_min_max, **how: Any) -> Any:
+def _min_max(*args: Any, plain: Any = non_strict_utils._tensor_min_max, **how: Any) -> Any:
     """`min(x)` of a tensor, which torch would compute without another; of a number out of a tensor,
     which it asks for whole numbers alone."""
     if any(isinstance(x, torch.SymFloat) for x in args) and len(args) == 2:
@@ -350,7 +355,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
     with (_fake_state(effects.model, mode, device, shapes, dtype), without(effects.model, call),
           call.surroundings(device), effects.seen(), each_op(), as_without_a_trace(), watched(),
           passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None),
-          attributes_set(non_strict_utils, _tensor_min_max=_least)):
+          attributes_set(non_strict_utils, _tensor_min_max=_min_max)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)

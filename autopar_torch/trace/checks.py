@@ -92,9 +92,11 @@ def _good(code: CodeType, at: int) -> bool | None:
 
 
 def _only_says(steps: list[dis.Instruction]) -> bool:
-    """Whether all that follows is a warning or a line in a log."""
-    named = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
-    return bool(named) and named[0] in _SAYS and not any(
+    """Whether all that follows is warnings or lines in a log, one statement after another."""
+    starts = steps[:1] + [after for step, after in itertools.pairwise(steps)
+                          if step.opname == "POP_TOP"]
+    speaks = [step.opname == "LOAD_GLOBAL" and step.argval in _SAYS for step in starts]
+    return bool(speaks) and all(speaks) and not any(
         step.opname in _ENDS or "JUMP" in step.opname or step.opname.startswith("STORE")
         or step.opname == "RAISE_VARARGS" for step in steps)
 

@@ -16,7 +16,7 @@ from torch.utils._mode_utils import no_dispatch
 from ..errors import TraceError
 from ..model import ROWS
 from .effects import attributes_set, refuse_messages
-from .row_branches import is_known, of_rows
+from .row_branches import is_known, mark, of_rows
 
 MOST_OPS, MOST_SECONDS = 200_000, 900.0
 MOST_PARTS = 256  # of the batch, in so many ops; fewer in more
@@ -33,9 +33,9 @@ class TooLongError(RuntimeError):
 
 @contextlib.contextmanager
 def each_op() -> Iterator[None]:
-    """So many ops and seconds for a trace: loops are written out step by step. What is known is so
-    by the values, which forget it when they are written to, not by their names in the graph: those
-    would not, and what decided something there would leave no trace."""
+    """So many ops and seconds for a trace: loops are written out step by step. Known values are
+    kept with fake tensors, which drop them when data is written to their memory. The tracer's own
+    record would not, and leaves nothing in the graph of what it decided, so it is switched off."""
     plain, end = FakeTensorMode.dispatch, time.monotonic() + MOST_SECONDS
     num_ops = num_parts = 0
 
@@ -48,12 +48,13 @@ def each_op() -> Iterator[None]:
         if num_parts * max(num_ops / MOST_OPS_OF_PARTS, 1) > MOST_PARTS:
             raise TooLongError("forward goes through the batch row by row, or by few rows")
         refuse_messages(func)
-        if func is torch.ops.aten._local_scalar_dense.default and of_rows(args):
+        if _asks(func, args) and of_rows(args):
             raise TraceError("Python asks for the value of a tensor that is made of the number of "
                              "rows", where="forward", fix="ask for the number itself: len(x) > 5")
         made: Any = plain(mode, func, types, args, kwargs or {})
         for own in filter(is_known, made if isinstance(made, (tuple, list)) else (made,)):
-            own.of_rows = of_rows(args)
+            if of_rows(args):
+                mark(own)
         if func in _RANGES and all(type(x) is int for x in args) and made.numel() <= MOST_KNOWN:
             with no_dispatch():
                 made.constant = func(*args, dtype=made.dtype)
@@ -64,6 +65,14 @@ def each_op() -> Iterator[None]:
           attributes_set(fake_tensor, CONSTANT_NUMEL_LIMIT=MOST_KNOWN),
           attributes_set(proxy_tensor, CONSTANT_NUMEL_LIMIT=0)):
         yield
+
+
+def _asks(func: Any, args: Any) -> bool:
+    """Whether Python will see values of what an op is given, or how many there are of a kind."""
+    tags = getattr(func, "tags", ())
+    if func is torch.ops.aten.index.Tensor:
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def _num_parts(func: Any, args: Any) -> int:

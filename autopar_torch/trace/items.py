@@ -44,7 +44,9 @@ def _tensor(node: fx.Node, args: list[Any], call: Make) -> fx.Node:
     """What a number is, as a tensor. In Python it is one of 64 bits."""
     (first, *rest), target = args, node.target
     if target is aten.item.default:
-        return call(aten.detach.default, call(aten.view.default, first, []))
+        floats = getattr(torch, first.meta["info"].dtype).is_floating_point
+        return call(aten.to.dtype, call(aten.detach.default, call(aten.view.default, first, [])),
+                    torch.float64 if floats else torch.int64)
     if target in (torch.sym_float, operator.neg):
         return call(*((aten.neg.default, first) if target is operator.neg
                       else (aten.to.dtype, first, torch.float64)))
@@ -57,8 +59,10 @@ def _tensor(node: fx.Node, args: list[Any], call: Make) -> fx.Node:
         return call(aten.sub.Tensor, *args) if isinstance(first, fx.Node) else call(
             aten.rsub.Scalar, *rest, first)
     if target is operator.truediv:
-        return call(aten.div.Tensor, *args) if isinstance(first, fx.Node) else call(
-            aten.mul.Tensor, call(aten.reciprocal.default, *rest), first)
+        exact = [call(aten.to.dtype, a, torch.float64) if isinstance(a, fx.Node) else a
+                 for a in args]
+        return call(aten.div.Tensor, *exact) if isinstance(first, fx.Node) else call(
+            aten.mul.Tensor, call(aten.reciprocal.default, exact[1]), first)
     raise _refusal(node)
 
 
@@ -69,14 +73,14 @@ _BOTH = {torch.sym_max: (aten.clamp_min.default, aten.maximum.default),
 
 
 def _give(node: fx.Node, numbers: dict[fx.Node, fx.Node], call: Make) -> None:
-    """A pointwise op reads a tensor in the place of a number."""
+    """A pointwise op reads a tensor in the place of a number. Half precision has too few digits."""
     kind = getattr(torch, node.meta["info"].dtype) if isinstance(
         node.meta["info"], TensorInfo) else torch.bool
     places = [str(a.type) for a in node.target._schema.arguments]  # type: ignore[union-attr]
     args = list(node.args)
     for k, own in enumerate(node.args):
         if own in numbers:
-            if places[k] != "Tensor" or not kind.is_floating_point or (
+            if places[k] != "Tensor" or kind not in (torch.float32, torch.float64) or (
                     torch.Tag.pointwise not in node.target.tags):  # type: ignore[union-attr]
                 raise _refusal(node)
             args[k] = call(aten.to.dtype, numbers[own], kind)  # type: ignore[index]

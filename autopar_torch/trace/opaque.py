@@ -22,7 +22,7 @@ from ..model import ROWS
 from ..shard.together import Together
 from .effects import NoMessages, attributes_set
 from .settings import PLAIN
-from .values import counted, shares
+from .values import as_shares, counted
 
 MOST = 16  # tries, with more and more opaque modules
 FEW = (2, 3)  # rows to learn from
@@ -198,7 +198,7 @@ def _learn(own: OpaqueModule, infos: Sequence[Any], num_rows: int) -> tuple[list
 
 def _run_on_any(own: OpaqueModule, given: Sequence[Tensor]) -> Any:
     """The same, where 0 is no length of a sequence, or probabilities are asked for."""
-    for change in (counted, shares):
+    for change in (counted, as_shares):
         try:
             return _run(own, given)
         except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError):

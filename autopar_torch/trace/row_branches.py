@@ -88,7 +88,8 @@ class _Sizes(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func not in _SIZES:
             for own in filter(is_known, (found, *args[:1])):
-                own.of_rows = of_rows((args, kwargs))
+                if of_rows((args, kwargs)):
+                    mark(own)
             return found
         if isinstance(found, torch.Size):
             return torch.Size(map(self._known, found))
@@ -144,8 +145,14 @@ def is_known(value: Any) -> bool:
 
 def of_rows(given: Any) -> bool:
     """Whether numbers or known tensors among these depend on the number of rows."""
-    return any(isinstance(x, OfRows) or getattr(x, "of_rows", False)
-               for x in pytree.tree_leaves(given))
+    return any(isinstance(x, OfRows) or (
+        is_known(x) and hasattr(x.constant.untyped_storage(), "of_rows"))
+        for x in pytree.tree_leaves(given))
+
+
+def mark(known: Any) -> None:
+    """Its memory holds what depends on the number of rows."""
+    known.constant.untyped_storage().of_rows = True
 
 
 def _number(made: Made, value: Any) -> Any:

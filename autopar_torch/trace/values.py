@@ -34,10 +34,11 @@ def tiny(value: Tensor) -> Tensor:
     return 1e-12 * value if value.is_floating_point() else value
 
 
-def shares(value: Tensor) -> Tensor:
+def as_shares(value: Tensor) -> Tensor:
     """Probabilities."""
     return value.softmax(-1) if value.dim() and value.is_floating_point() else value
 
 
-EACH = (plain, positive, plain, alike, far, tiny, counted, shares)
-ORDINARY = plain, positive, counted, shares  # of which one has to be finite
+EACH = (plain, positive, plain, alike, far, tiny, counted, as_shares)
+PARTICULAR = counted, as_shares  # where others are refused
+ORDINARY = plain, positive, counted, as_shares  # of which one has to be finite
