@@ -107,6 +107,16 @@ def claim_what_data_was_written_into_is_known_no_more() -> None:
         ap.parallelize(Net(written), plan=PLANS["tp2"])(_batches()[0])
 
 
+def claim_an_op_that_returns_nothing_is_not_dropped() -> None:
+    def moves(h: Tensor) -> Tensor:
+        scales = [torch.ones(WIDTH, dtype=h.dtype), torch.ones(WIDTH, dtype=h.dtype)]
+        torch._foreach_mul_(scales, 0.5)
+        return (h * scales[0] * scales[1]).square().mean()
+
+    with pytest.raises(TraceError, match="_foreach_mul_ writes to several arguments"):
+        ap.parallelize(Net(moves), plan=PLANS["tp2"])(_batches()[0])
+
+
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)

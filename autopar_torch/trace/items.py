@@ -11,7 +11,7 @@ from torch import fx
 
 from ..errors import TraceError
 from ..model import TensorInfo
-from ..shard.rules import op_name
+from ..shard.rules import is_mutable, op_name
 
 aten = torch.ops.aten
 Make = Callable[..., fx.Node]
@@ -36,7 +36,8 @@ def keep(graph: fx.Graph) -> None:
         elif node.users:
             numbers[node] = _tensor(node, [numbers.get(a, a) for a in node.args], call)  # type: ignore[arg-type, call-overload]
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node.meta["info"] is None and not node.users:
+        if node.op == "call_function" and node.meta["info"] is None and not (
+                node.users or is_mutable(node)):
             graph.erase_node(node)
 
 
