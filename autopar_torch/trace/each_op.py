@@ -44,7 +44,7 @@ def each_op() -> Iterator[None]:
         num_ops, num_parts = num_ops + 1, num_parts + _num_parts(func, args)
         if num_ops > MOST_OPS or time.monotonic() > end:
             raise TooLongError(f"forward has more than {MOST_OPS} ops, or takes more than "
-                                f"{MOST_SECONDS:.0f} s to trace")
+                               f"{MOST_SECONDS:.0f} s to trace")
         if num_parts * max(num_ops / MOST_OPS_OF_PARTS, 1) > MOST_PARTS:
             raise TooLongError("forward goes through the batch row by row, or by few rows")
         refuse_messages(func)

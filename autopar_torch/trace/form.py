@@ -82,18 +82,22 @@ class Form:
     def portable(self) -> Form:
         """The form for another process. If that may not know the class, it is given by name, or is
         a named tuple of the same fields, as forward may make the class anew in each call."""
+        if self._travels():
+            return self
         tree = pytree.tree_unflatten(self.leaves, self.spec)
-        found, named = [self, dataclasses.replace(form_of(self.names), left=self.left)], type(tree)
-        if hasattr(named, "_fields"):
-            found.insert(1, dataclasses.replace(self, spec=pytree.tree_structure(tuple(tree)),
-                                                kind=(named.__name__, named._fields)))
-        for form in found[:-1]:
-            try:
-                pickle.dumps((form.spec, form.leaves, form.kind))
-            except (pickle.PicklingError, AttributeError, TypeError):
-                continue
-            return form
-        return found[-1]
+        if fields := getattr(tree, "_fields", None):
+            named = dataclasses.replace(self, spec=pytree.tree_structure(tuple(tree)),
+                                        kind=(type(tree).__name__, fields))
+            if named._travels():
+                return named
+        return dataclasses.replace(form_of(self.names), left=self.left)
+
+    def _travels(self) -> bool:
+        try:
+            pickle.dumps((self.spec, self.leaves, self.kind))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return False
+        return True
 
 
 def form_of(names: Iterable[str]) -> Form:
