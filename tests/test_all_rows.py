@@ -158,8 +158,8 @@ PICKED: dict[str, Loss] = {  # rows by numbers that are made of those of rows
     "in other orders": lambda a, b, n: (_pairs(a, b) * b.repeat(2, 1)).mean(),
 }
 OFTEN = ("contrast", "decorrelated", "nearest", "ratio", "2 / n", "log(n)", "each row", "[4:]",
-         "the first 4", "put off by 4", "n // 3", "n > 7", "a flat index", "groups by number",
-         "bags", "all of them", "in other orders")
+         "the first 4", "put off by 4", "n // 3", "n > 7", "min(n, 6)", "a flat index",
+         "groups by number", "bags", "all of them", "in other orders")
 DP2 = {"dp2": Plan.uniform(dp=2)}
 PLANS = {**DP2, "pp2": Plan.uniform(pp=2), "zero3": Plan.uniform(dp=2, zero=3)}
 

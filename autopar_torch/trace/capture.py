@@ -34,7 +34,7 @@ from .effects import Effects, attributes_set, refuse_large, refuse_sparse
 from .encoders import as_without_a_trace
 from .form import Form, LossFn, Named, outputs_of
 from .functions import refuse_unseen, watched
-from .row_branches import Answers, asking
+from .row_branches import Answers, asking, min_max
 
 log = logging.getLogger("autopar_torch")
 _PREFIX = "model."
@@ -169,16 +169,6 @@ def _unsaid() -> Iterator[None]:
     with warnings.catch_warnings(), attributes_set(fakes, disabled=True):
         warnings.filterwarnings("ignore", "The tensor attribute")
         yield
-
-
-def _min_max(*args: Any, plain: Any = non_strict_utils._tensor_min_max, **how: Any) -> Any:
-    """`min(x)` of a tensor, which torch would compute without another; of a number out of a tensor,
-    which it asks for whole numbers alone."""
-    if any(isinstance(x, torch.SymFloat) for x in args) and len(args) == 2:
-        most = how["tensor_callable"] is torch.maximum
-        return torch.sym_max(*args) if most else torch.sym_min(*args)
-    alone = len(args) == 1 and isinstance(args[0], Tensor)
-    return plain(*([list(args[0])] if alone else args), **how)
 
 
 @contextlib.contextmanager
@@ -355,7 +345,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
     with (_fake_state(effects.model, mode, device, shapes, dtype), without(effects.model, call),
           call.surroundings(device), effects.seen(), each_op(), as_without_a_trace(), watched(),
           passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None),
-          attributes_set(non_strict_utils, _tensor_min_max=_min_max)):
+          attributes_set(non_strict_utils, _tensor_min_max=min_max)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
             _refuse_data_sizes(program.graph_module)

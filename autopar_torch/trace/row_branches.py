@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._export import non_strict_utils
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -108,6 +109,17 @@ class _Sizes(TorchFunctionMode):
 def _len(thing: Any, plain: Callable[[Any], int] = len) -> int:
     """Python makes a plain number of what `__len__` returns."""
     return thing.shape[0] if isinstance(thing, Tensor) and thing.dim() else plain(thing)
+
+
+def min_max(*args: Any, plain: Any = non_strict_utils._tensor_min_max, **how: Any) -> Any:
+    """What torch makes of `min` and `max` in a trace, with `min(x)` of a tensor, which it would
+    compute without another, and of a number out of a tensor, which it asks for whole numbers alone.
+    It stands here because who asks for it is asked about the rows."""
+    if any(isinstance(x, torch.SymFloat) for x in args) and len(args) == 2:
+        most = how["tensor_callable"] is torch.maximum
+        return torch.sym_max(*args) if most else torch.sym_min(*args)
+    alone = len(args) == 1 and isinstance(args[0], Tensor)
+    return plain(*([list(args[0])] if alone else args), **how)
 
 
 class OfRows:
