@@ -133,7 +133,7 @@ def test_step_times_are_predicted_in_their_size(ranks: list[dict[str, dict[str, 
     `python profiling accuracy` is the real test."""
     again = (run_ranks(2, "test_measure:measured") for _ in range(2))
     with judged():
-        assert any(0.7 < _usual_ratio(found[0]) < 1.4 for found in itertools.chain([ranks], again))
+        assert any(0.5 < _usual_ratio(found[0]) < 2.0 for found in itertools.chain([ranks], again))
 
 
 def _usual_ratio(found: dict[str, dict[str, Any]]) -> float:
