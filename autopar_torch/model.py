@@ -7,10 +7,11 @@ the batch, whatever is not does not, so one trace serves every micro-batch size 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from functools import cached_property
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 ROWS = 1_000_003
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
@@ -171,6 +172,18 @@ class ModelGraph(Struct, frozen=True, dict=True):
         for block in self.blocks:
             seen[self.kinds[block.kind].mutates].update(block.params.values())
         return {name for name in seen[True] - seen[False] if self.params[name].buffer}
+
+    @property
+    def written(self) -> set[str]:
+        """Buffers that some block may change."""
+        return {name for block in self.blocks if self.kinds[block.kind].mutates
+                for name in block.params.values() if self.params[name].buffer}
+
+    def training_all_but(self, frozen: Container[str]) -> ModelGraph:
+        """The same model, of which these parameters are frozen."""
+        return replace(self, params={
+            name: info if info.buffer else replace(info, trainable=name not in frozen)
+            for name, info in self.params.items()})
 
     def kind_of(self, block: int) -> Kind:
         return self.kinds[self.blocks[block].kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import autopar_torch as ap
 import claims
 from autopar_torch.errors import TraceError
 from autopar_torch.run import tracing
+from autopar_torch.run.sharded import local
 from autopar_torch.trace.burnt import Burnt, kind_of
 from autopar_torch.trace.call import take_apart
 from nets import (
@@ -99,14 +101,35 @@ def slow_claim_what_is_trained_before_the_first_batch_counts() -> None:
         assert all(p.grad is None for p in model.module.layers[1].parameters())
 
 
-def claim_what_zero_has_not_cut_is_not_trained_later() -> None:
-    model, plain = parallel(ZERO3), net()
-    model.module.head.requires_grad_(False)
-    plain.head.requires_grad_(False)
-    assert step(model, plain)
-    model.module.head.requires_grad_(True)
-    said = refused(lambda: model(*batch()))
-    assert "head" in said and "frozen when the plan was made" in said and "zero" in said, said
+def claim_what_zero_has_not_cut_is_trained_whole() -> None:
+    for degrees in ({"dp": 2, "zero": 1}, {"dp": 2, "zero": 2, "num_micro_batches": 2}, ZERO3):
+        model, plain = parallel(degrees), net()
+        for seed, frozen in enumerate((True, False, True, False)):
+            for m in (model.module, plain):
+                m.head.requires_grad_(not frozen)
+                m.layers[1].requires_grad_(frozen)
+            assert step(model, plain, seed), (degrees, seed)
+        assert tuple(local(model.module.head.weight).shape) == (4, 8)
+        assert local(model.module.layers[1].weight).numel() == 32
+        want = plain.state_dict()
+        assert all(near(v, want[k]) for k, v in model.state_dict().items()), degrees
+        model.move(ap.Plan.uniform(**TP2))
+        assert step(model, plain, 5) and step(model, plain, 6), degrees
+        assert all(near(v, plain.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+def claim_a_copy_trains_what_is_trained_when_it_is_made() -> None:
+    for degrees in ALL:
+        model, plain = parallel(degrees), net()
+        for m in (model.module, plain):
+            m.head.requires_grad_(False)
+        assert step(model, plain), degrees
+        for m in (model.module, plain):
+            m.head.requires_grad_(True)
+        copies = copy.deepcopy(model), copy.deepcopy(plain)
+        assert step(*copies, 1) and step(*copies, 2), degrees
+        want = copies[1].state_dict()
+        assert all(near(v, want[k]) for k, v in copies[0].state_dict().items()), degrees
 
 
 def claim_replaced_parameters_are_refused() -> None:

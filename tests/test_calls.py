@@ -194,9 +194,9 @@ class Tasks(nn.Module):
         return self.heads[task](self.body(x)).square().mean()
 
 
-def _trained_in_turn(model: Any) -> list[Tensor]:
+def _trained_in_turn(model: Any, tasks: str = "abcba") -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for seed, task in enumerate("abcba"):
+    for seed, task in enumerate(tasks):
         draw = torch.Generator().manual_seed(seed)
         model(torch.randn(8, 8, generator=draw, dtype=torch.float64), task).backward()
         optimizer.step()
@@ -204,15 +204,20 @@ def _trained_in_turn(model: Any) -> list[Tensor]:
     return list(model.state_dict().values())
 
 
-def claim_each_call_may_take_a_branch_of_its_own_under_replicas() -> None:
-    want = _trained_in_turn(Tasks().double())
-    for zero in (0, 1, 2, 3):
-        plan = ap.Plan.uniform(dp=2, zero=zero)
-        got = _trained_in_turn(ap.parallelize(Tasks().double(), plan=plan))
-        assert all(near(a, b, 1e-9) for a, b in zip(got, want, strict=True)), zero
-    model = ap.parallelize(Tasks(), plan=ap.Plan.uniform(**TP2))
+def claim_each_call_may_take_a_branch_of_its_own() -> None:
+    replicas = [{"dp": 2, "zero": zero} for zero in range(4)]
+    for tasks, plans in (("abcba", [*replicas, TP2]), ("cac", [PP2, TP2])):
+        want = _trained_in_turn(Tasks().double(), tasks)
+        for degrees in plans:
+            plan = ap.Plan.uniform(**degrees)
+            got = _trained_in_turn(ap.parallelize(Tasks().double(), plan=plan), tasks)
+            assert all(near(a, b, 1e-9) for a, b in zip(got, want, strict=True)), degrees
+
+
+def claim_buffers_that_only_another_branch_writes_are_refused_under_pipelines() -> None:
+    model = ap.parallelize(Tasks(), plan=ap.Plan.uniform(pp=2))
     model(torch.ones(4, 8), "a")
-    assert "or use replicas" in refused(lambda: model(torch.ones(4, 8), "c"))
+    assert "or use replicas" in refused(lambda: model(torch.ones(4, 8), "b"))
 
 
 class Taught(nn.Module):

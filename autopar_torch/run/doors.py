@@ -164,14 +164,13 @@ def refuse_replaced(names: Sequence[str]) -> None:
             "rank runs whole")
 
 
-def refuse_thawed(names: Sequence[str], zero: int) -> None:
-    """What was frozen when the plan was made lies whole on each rank."""
+@functools.cache
+def tell_thawed(names: tuple[str, ...]) -> None:
+    """ZeRO cuts what is trained when the plan is made."""
     if names:
-        raise RunError(
-            f"{_few(sorted(names))}: trained now, and frozen when the plan was made",
-            where=f"a plan with zero={zero}, whose pieces depend on what is trained",
-            fix="make the first call, or pass example_inputs=, while all is trained that will be, "
-            "and freeze then; or plan with constraints={'zero': 0}")
+        warn(log, "%s: trained now, and frozen when the plan was made, so ZeRO does not cut it: "
+             "each rank keeps all of it, of its gradient and of the optimizer's state. To have it "
+             "cut, make the first call, or pass example_inputs=, while it is trained", _few(names))
 
 
 def refuse_other_numbers(now: Plan, then: Plan) -> None:

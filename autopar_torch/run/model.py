@@ -120,7 +120,8 @@ class ParallelModel(Around):
 
     def adopt(self, plan: Plan, traced: Traced, call: Call, source: FullValues) -> None:
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
-        self.graph = graph = traced.graph
+        self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
+        self.graph = graph = traced.graph.training_all_but(self._frozen)
         self._store = ParamStore(self.module, plan, graph, self.world, self.device)
         with grads_kept(self.module.parameters()):
             self.store.place(source)
@@ -128,7 +129,6 @@ class ParallelModel(Around):
             full_state.watch(self.module)
             optimizers.attend()
         doors.take(self.module)
-        self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
         self._first = traced, call
         self._begin(plan)
 
@@ -244,13 +244,13 @@ class ParallelModel(Around):
         """Something in the module has changed: refuse what the plan cannot follow."""
         doors.refuse_replaced(replaced(self.module, self._tensors))
         frozen = _frozen(self.module)
-        if frozen != self._frozen and self.plan.zero and not torch.is_grad_enabled():
-            return  # a frozen copy that is asked only, as a teacher
+        if frozen != self._frozen and not torch.is_grad_enabled():
+            return  # it is asked only, as a teacher or a reference
         if frozen != self._frozen:
-            graph, self._frozen = self.store.follow(frozen), frozen
-            if graph is not self.graph:
-                self.graph = graph
-                self.reducer = self._reducer()
+            self.graph, self._frozen = self.graph.training_all_but(frozen), frozen
+            self.store.follow(self.graph)
+            self.reducer.retire()
+            self.reducer = self._reducer()
         self._seen_changes = self.burnt.number
 
     def begin_step(self) -> None:

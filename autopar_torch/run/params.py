@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
@@ -42,10 +41,16 @@ class Held:
     shape: tuple[int, ...]  # full
     leaf: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     dtype: torch.dtype = torch.float32
+    frozen: bool = False  # though its leaf, which ZeRO has cut, may get gradients of steps before
 
     @property
     def name(self) -> str:
         return self.share.name
+
+    @property
+    def read(self) -> Tensor:
+        """What blocks compute with."""
+        return self.leaf.detach() if self.frozen else self.leaf
 
     @property
     def part(self) -> Tensor:
@@ -129,7 +134,7 @@ class ParamStore:
 
     def begin(self) -> None:
         """Every parameter has its content: make what blocks compute with."""
-        self._make_leaves()
+        self._make_leaves(self.held.values())
         self.spreads = {name: self._spread(name, self.tensors[name])
                         for name in self.holdings if not self._is_everywhere(name)}
         for name, spread in self.spreads.items():
@@ -137,26 +142,26 @@ class ParamStore:
         self.buffers = {name: buffer for name, buffer in self.module.named_buffers()
                         if not isinstance(buffer, Sharded)}  # those that are whole here
 
-    def follow(self, frozen: Container[str]) -> ModelGraph:
-        """Train all but these from now on. What ZeRO has cut stays cut, and the graph as it was."""
+    def follow(self, graph: ModelGraph) -> None:
+        """Train what this graph says from now on; steps that have begun keep their leaves."""
+        new: list[Held] = []
+        for name, held in self.held.items():
+            trained = graph.params[name].trainable and not graph.params[name].buffer
+            if held.share.zero:
+                held.frozen = not trained
+            elif held.share.trained != trained:
+                share = held.share._replace(trained=trained)
+                new.append(Held(share, held.tensor, held.axis, held.shape))
+        self.held |= {held.name: held for held in new}
+        self._make_leaves(new)
         if self.plan.zero:
-            doors.refuse_thawed([name for name, info in self.graph.params.items() if not (
-                info.trainable or info.buffer or name in frozen)], self.plan.zero)
-            for held in (held for held in self.held.values() if held.share.trained):
-                held.leaf.requires_grad_(held.name not in frozen)
-            return self.graph
-        self.graph = replace(self.graph, params={
-            name: info if info.buffer else replace(info, trainable=name not in frozen)
-            for name, info in self.graph.params.items()})
-        for name, share in shares_of(self.plan, self.graph, self.world.rank,
-                                     self.holdings).items():
-            self.held[name].share = share
-        self._make_leaves()
-        return self.graph
+            doors.tell_thawed(tuple(held.name for held in new if held.share.trained))
+        else:
+            self.graph = graph
 
-    def _make_leaves(self) -> None:
+    def _make_leaves(self, new: Iterable[Held]) -> None:
         with plainly():
-            for held in self.held.values():
+            for held in new:
                 self._make_leaf(held)
             whole = [held for held in self.held.values() if not held.share.zero]
             self.copied = [held for held in whole if held.leaf.dtype != held.dtype]
@@ -271,7 +276,6 @@ class GradBucket:
         self.same_schedule = helds[0].share.same_schedule
         self.sizes = [self._size(h) for h in helds]
         self.names = frozenset(h.name for h in helds)
-        self.leaves = [h.leaf for h in helds]
         self.waiting: set[str] = set()
         self.reached: set[str] = set()  # parameters whose leaves have got gradients
         self.flat: Tensor | None = None
@@ -361,16 +365,22 @@ class Reducer:
         self.sums: dict[str, Tensor] = {}
         self.final: frozenset[str] = frozenset()  # whose last gradient is coming
         self.per_micro_batch = False
+        self.hooks: list[Any] = []
         joint = [bucket for bucket in self.buckets if bucket.axis is not None]
         chain = any(len(replica.stages) > 1 for replica in store.plan.replicas)
         for held in (held for bucket in joint for held in bucket.helds):
             # A single bucket starts when the backward ends: without a pipeline, with the step.
             if held.leaf.requires_grad and (
                     chain or len(joint) > 1 or store.gathers_per_use(held)):
-                held.leaf.register_post_accumulate_grad_hook(self._hook(held))
+                self.hooks += [held.leaf.register_post_accumulate_grad_hook(self._hook(held))]
 
     def _hook(self, held: Held) -> Callable[[Tensor], None]:
         return lambda _: self.arrived(held.name)
+
+    def retire(self) -> None:
+        """Another one takes over; steps that have begun end with this one."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     @property
     def reached(self) -> set[str]:

@@ -165,12 +165,15 @@ def _shares(graph: ModelGraph, blocks: Sequence[Block], chosen: Sequence[Shardin
 def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int,
           unread: Collection[str]) -> Plan:
     """The plan for another trace of the same model: parameters lie as they do, ops follow. What the
-    first did not read may be read, where every rank has it."""
+    first did not read may be read, where every rank has it; what one stage writes, others miss."""
     new = traced.graph.params.keys() - first.params.keys()
+    if any(len(replica.stages) > 1 for replica in plan.replicas):
+        unread = {*unread} - traced.graph.written
     replicas = []
     for replica in plan.replicas:
         before = [stage.blocks or (0, 0) for stage in replica.stages]
-        now = min((_by_names(first, traced.graph, before), _by_params(first, traced.graph, before)),
+        now = min((_by_names(first, traced.graph, before),
+                   _by_params(first, traced.graph, before, unread)),
                   key=lambda found: len(_unheld(first, traced.graph, before, found)))
         new |= _unheld(first, traced.graph, before, now) - {*unread}
         replicas.append(msgspec.structs.replace(replica, stages=tuple(
@@ -184,7 +187,7 @@ def again(plan: Plan, first: ModelGraph, traced: Traced, rows: int,
             "of the model")
     bare = msgspec.structs.replace(plan, shardings=(), replicas=tuple(replicas))
     check_rows(bare, traced.graph)
-    return complete(bare, traced, rows, pins_of(plan, first))
+    return complete(bare, traced, rows, pins_of(plan, first, unread))
 
 
 def _by_names(first: ModelGraph, now: ModelGraph, spans: Sequence[Stretch]) -> list[Stretch]:
@@ -200,11 +203,12 @@ def _by_names(first: ModelGraph, now: ModelGraph, spans: Sequence[Stretch]) -> l
     return [(borders[start], borders[end]) for start, end in spans]
 
 
-def _by_params(first: ModelGraph, now: ModelGraph, spans: Sequence[Stretch]) -> list[Stretch]:
+def _by_params(first: ModelGraph, now: ModelGraph, spans: Sequence[Stretch],
+               unread: Collection[str]) -> list[Stretch]:
     """Each block in the first stage, from that of the block before on, that has its parameters."""
     held, ends, stage = [_read(first, *span) for span in spans], [0] * len(spans), 0
     for i, block in enumerate(now.blocks):
-        mine = set(block.params.values())
+        mine = {*block.params.values()} - {*unread}
         stage = next((s for s in range(stage, len(spans)) if mine <= held[s]), stage)
         ends[stage:] = [i + 1] * (len(spans) - stage)
     return [*itertools.pairwise([0, *ends])]
@@ -221,11 +225,13 @@ def _read(graph: ModelGraph, start: int, end: int) -> set[str]:
     return {name for block in graph.blocks[start:end] for name in block.params.values()}
 
 
-def pins_of(plan: Plan, graph: ModelGraph) -> Pins:
+def pins_of(plan: Plan, graph: ModelGraph, unread: Collection[str]) -> Pins:
     """The forms that parameters have under a plan, for other traces of the same model."""
     pins: Pins = {}
     for replica in plan.replicas:
         for stage in replica.stages:
+            for name in unread:
+                pins.setdefault(name, {})[stage.axes] = Forms.whole(len(stage.axes))
             first, _ = stage.blocks or (0, 0)
             for i, number in enumerate(stage.shardings or ()):
                 if number >= 0:

@@ -139,7 +139,7 @@ class StageRunner:
         run = self._program(index, rows, train)
         if placed.gathered:
             self.store.gather(placed.gathered)
-        args = [self.store.held[name].leaf if kind == "param"
+        args = [self.store.held[name].read if kind == "param"
                 else (values if kind == "value" else context)[name] for kind, name in placed.args]
         results = run_again(run, args, placed.recompute) if train else run(*args)
         if placed.gathered:

@@ -78,6 +78,7 @@ class RankStep:
             if name in program.traced.graph.given}
         self.world, self.recorder, self.store = parallel.world, parallel.recorder, parallel.store
         self.first, parallel.first = parallel.first, None
+        self.reducer = parallel.reducer
         plan, replica = parallel.plan, parallel.replica
         spans = plan.micro_batches(call.num_rows)
         self._refuse_rowless(spans)
@@ -171,7 +172,7 @@ class RankStep:
     def executor(self) -> Executor:
         replica = self.parallel.own(self.parallel.plan)
         mail = Mail(self.world, replica, self.parallel.device)
-        return Executor(self.program.stages, replica, mail, self.parallel.reducer, self.recorder)
+        return Executor(self.program.stages, replica, mail, self.reducer, self.recorder)
 
     def _context(self, mb: int) -> dict[str, Any]:
         return self.program.prologue.for_rows(self.call, self.tensors, self.whole, *self.rows[mb])
@@ -188,7 +189,7 @@ class RankStep:
         with self.recorder.computing("refresh"):
             parallel.store.refresh(program.params)
         if back:
-            parallel.reducer.begin(self.in_step, program.varies, program.params)
+            self.reducer.begin(self.in_step, program.varies, program.params)
         values: Values = {}
         sums: list[Any] = []
         pace = self.recorder if isinstance(self.recorder, Stopwatch) else None
@@ -209,7 +210,7 @@ class RankStep:
             share({})
         if back:
             with self.recorder.computing("pack"):
-                parallel.reducer.launch_rest()
+                self.reducer.launch_rest()
         with self.recorder.exchanging("outputs"):
             arrive(sums)
         if pace is not None:
@@ -248,11 +249,11 @@ class RankStep:
                     for name, grad in upstream.items()}
         for runner in program.stages.values():
             runner.live, runner.keeps = self.program.traced.graph.leading_to(upstream), more
-        parallel.reducer.begin(self.in_step, program.varies, program.params)
+        self.reducer.begin(self.in_step, program.varies, program.params)
         if program.stages:
             schedule = program.schedule(len(self.rows), True, "gpipe")
             self._run(rest(schedule), True, lambda _: None)
-        parallel.reducer.launch_rest()
+        self.reducer.launch_rest()
         return self._finish_grads(tuple(upstream))
 
     def _finish_grads(self, given: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -260,10 +261,10 @@ class RankStep:
         the outputs from which they come."""
         parallel, known = self.parallel, self.program.reached
         with self.recorder.exchanging("reduce"):
-            sums = parallel.reducer.finish()
+            sums = self.reducer.finish()
         tensors = parallel.store.tensors
         if given not in known or self.program.varies:
-            everyone = self.world.gather(parallel.reducer.reached)
+            everyone = self.world.gather(self.reducer.reached)
             known[given] = [name for name in tensors if any(name in names for names in everyone)]
         return {name: sums[name] if name in sums else torch.zeros_like(local(tensors[name]))
                 for name in known[given]}

@@ -12,6 +12,7 @@ from ..plan import Plan, Stage, peer_groups
 from .layout import PARTIAL, WHOLE, Forms, Part, all_cuts, local_shape, parse_forms
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+Located = tuple[int, tuple[int, ...], int]  # rank, its coordinates on the mesh, its share
 GradGroup = tuple[tuple[Part, ...], tuple[int | None, ...]]  # how it is cut, and which copy
 
 
@@ -184,9 +185,7 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, Holders]:
     alike in all stages have the same one."""
     distinct = {tuple((s.blocks, s.axes, s.shardings) for s in replica.stages): replica
                 for replica in plan.replicas}.values()
-    places = [[[(rank, place_in(stage, rank), share) for rank, share in zip(
-        stage.devices, stage.share or (1,) * len(stage.devices), strict=True)]
-        for stage in replica.stages] for replica in plan.replicas]
+    places = _places(plan)
     known: dict[tuple[object, ...], Holders] = {}
     found: dict[str, Holders] = {}
     for name, uses in _uses(plan, graph).items():
@@ -199,14 +198,26 @@ def all_holdings(plan: Plan, graph: ModelGraph) -> dict[str, Holders]:
 
 
 def unread_holdings(plan: Plan, graph: ModelGraph, num_ranks: int) -> dict[str, Holders]:
-    """Of what another trace may read, where each rank has all of the model."""
-    stages = [(r, stage) for r, replica in enumerate(plan.replicas) for stage in replica.stages]
-    if not len(plan.replicas) == len(stages) == sum(len(s.devices) for _, s in stages) == num_ranks:
+    """Of what another trace may read: each rank has all of it, if all compute, on one mesh each."""
+    ranks: dict[int, LocalParam] = {}
+    meshes = {(rank, stage.devices, stage.axes) for replica in plan.replicas
+              for stage in replica.stages for rank in stage.devices}
+    for r, stages in enumerate(_places(plan)):
+        for s, places in enumerate(stages):
+            axes = plan.replicas[r].stages[s].axes
+            for rank, place, share in places:
+                ranks.setdefault(rank, LocalParam(rank, (r, s), Forms.whole(len(axes)), axes, place,
+                                                  share))
+    if not len(ranks) == len(meshes) == num_ranks:
         return {}
-    everyone = Holders(sorted(LocalParam(
-        stage.devices[0], (r, 0), Forms.whole(0), (), (), (stage.share or (1,))[0])
-        for r, stage in stages))
-    return dict.fromkeys(graph.unread, everyone)
+    return dict.fromkeys(graph.unread, Holders(ranks[k] for k in sorted(ranks)))
+
+
+def _places(plan: Plan) -> list[list[list[Located]]]:
+    """By replica and stage."""
+    return [[[(rank, place_in(stage, rank), share) for rank, share in zip(
+        stage.devices, stage.share or (1,) * len(stage.devices), strict=True)]
+        for stage in replica.stages] for replica in plan.replicas]
 
 
 def _uses(plan: Plan, graph: ModelGraph) -> dict[str, list[tuple[int, str]]]:
@@ -225,7 +236,7 @@ def _reads(stage: Stage, use: tuple[int, str]) -> bool:
 
 
 def _holders(plan: Plan, uses: Sequence[tuple[int, str]],
-             places: Sequence[Sequence[Sequence[tuple[int, tuple[int, ...], int]]]]) -> Holders:
+             places: Sequence[Sequence[Sequence[Located]]]) -> Holders:
     """Of a parameter that these slots of blocks read, by the place and share of every rank."""
     ranks: dict[int, LocalParam] = {}
     for r, replica in enumerate(plan.replicas):
