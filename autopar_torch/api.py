@@ -371,7 +371,7 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
         plan = compiling.settled(parallel, plan, traced, call, tensors)
     if asked.own:
         parallel.first = first_step.of(parallel, traced, plan, call, tensors)
-    parallel.adopt(plan, traced, call, asked.source)
+    parallel.adopt(plan, (traced, call, None), asked.source)
     if given is None or given.shardings:
         verify.probe(parallel, call, tensors)
     following.begin(parallel, asked.changes)

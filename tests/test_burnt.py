@@ -118,18 +118,38 @@ def claim_what_zero_has_not_cut_is_trained_whole() -> None:
         assert all(near(v, plain.state_dict()[k]) for k, v in model.state_dict().items())
 
 
-def claim_a_copy_trains_what_is_trained_when_it_is_made() -> None:
-    for degrees in ALL:
-        model, plain = parallel(degrees), net()
+def _changed(kind: str, degrees: dict[str, Any]) -> None:
+    """A copy and a move go on with the module as it is then, not as it was first traced."""
+    for way in ("copy", "move", "move and thaw"):
+        pair = model, plain = parallel(degrees), net()
         for m in (model.module, plain):
-            m.head.requires_grad_(False)
-        assert step(model, plain), degrees
+            m.layers[:2].requires_grad_(kind != "thawed")
+        assert step(*pair), (degrees, kind)
         for m in (model.module, plain):
+            m.layers[:2].requires_grad_(True)
+            m.flip = kind == "flipped"
+            m.head.requires_grad_(kind != "frozen")
+        if way == "copy":
+            pair = copy.deepcopy(model), copy.deepcopy(plain)
+        else:
+            model.move(ap.Plan.uniform(**degrees))
+        assert way == "move and thaw" or step(*pair, 1), (degrees, kind, way)
+        for m in (pair[0].module, pair[1]):
             m.head.requires_grad_(True)
-        copies = copy.deepcopy(model), copy.deepcopy(plain)
-        assert step(*copies, 1) and step(*copies, 2), degrees
-        want = copies[1].state_dict()
-        assert all(near(v, want[k]) for k, v in copies[0].state_dict().items()), degrees
+        assert step(*pair, 2) and step(*pair, 3), (degrees, kind, way)
+        found, want = (m.state_dict() for m in pair)
+        assert all(near(v, want[k]) for k, v in found.items()), (degrees, kind, way)
+
+
+def claim_copies_and_moves_see_what_has_changed() -> None:
+    _changed("thawed", PP2)
+    _changed("frozen", ZERO3)
+
+
+def slow_claim_copies_and_moves_see_what_has_changed_under_each_plan() -> None:
+    for kind in ("thawed", "frozen", "flipped"):
+        for degrees in (*ALL, {"dp": 2, "zero": 1}, {**PP2, "schedule": "zero_bubble"}):
+            _changed(kind, degrees)
 
 
 def claim_replaced_parameters_are_refused() -> None:

@@ -81,7 +81,8 @@ class _PlanTrial:
         self.model = ParallelModel(module, world, device, lambda *_: None, parallel.retrace,
                                    parallel.tracer_of, parallel.loss_fn, parallel.outputs,
                                    UNWATCHED, watch=False)
-        self.model.adopt(choice.plan, traced, call, full_values(module, world, device, 0, None))
+        self.model.adopt(choice.plan, (traced, call, None),
+                         full_values(module, world, device, 0, None))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seconds: list[float] = []
 

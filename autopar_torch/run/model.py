@@ -23,7 +23,7 @@ from ..search.reasons import Case
 from ..shard.holdings import axis_groups
 from ..timeline import Timeline
 from ..trace import Traced
-from ..trace.burnt import Burnt, replaced, tensors_of
+from ..trace.burnt import Burnt, frozen_of, replaced, tensors_of
 from ..trace.call import Call
 from ..trace.form import LossFn
 from . import checkpoint, doors, full_state, move, optimizers, shardings, steps, tracing
@@ -40,7 +40,7 @@ from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
-from .program import Program, remember
+from .program import First, Program, remember
 from .randomness import OwnNumbers, another_seed, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
@@ -74,7 +74,7 @@ class ParallelModel(Around):
         self.world, self.device, self._prepare = world, device, prepare
         self.outputs, self.loss_fn = tuple(outputs), loss_fn
         self.retrace, self.tracer_of = retrace, tracer_of
-        self._first: tuple[Traced, Call]
+        self._first: First
         self._plan: Plan | None = None
         self._store: ParamStore | None = None
         self._programs: dict[Any, list[Program]] = {}
@@ -118,18 +118,18 @@ class ParallelModel(Around):
                            fix="pass example_inputs= to parallelize")
         return self._store
 
-    def adopt(self, plan: Plan, traced: Traced, call: Call, source: FullValues) -> None:
+    def adopt(self, plan: Plan, first: First, source: FullValues) -> None:
         """Take up a plan: parameters become this rank's parts, filled from `source`."""
-        self._tensors, self._frozen = tensors_of(self.module), _frozen(self.module)
-        self.graph = graph = traced.graph.training_all_but(self._frozen)
-        self._store = ParamStore(self.module, plan, graph, self.world, self.device)
+        self._tensors, self.graph = tensors_of(self.module), first[0].graph
+        self._see_frozen()
+        self._store = ParamStore(self.module, plan, self.graph, self.world, self.device)
         with grads_kept(self.module.parameters()):
             self.store.place(source)
         if self.world.size > 1:
             full_state.watch(self.module)
             optimizers.attend()
         doors.take(self.module)
-        self._first = traced, call
+        self._first = first
         self._begin(plan)
 
     def _begin(self, plan: Plan) -> None:
@@ -137,9 +137,11 @@ class ParallelModel(Around):
         self._take_place(plan)
         self.world.enter_channels(pair for replica in plan.replicas for pair in neighbours(replica))
         self.reducer = self._reducer()
-        traced, call = self._first
-        self._programs = {(call.key, True, True): [self._made(traced, plan)]}
-        self._seen_changes = self.burnt.number
+        self._seen_changes = self.burnt.compare()
+        traced, call, state = self._first
+        made = self._made(traced, plan)
+        self._programs = {(call.key, True, True): [made] * (state in (None, made.state))}
+        self._first = traced, call, state or made.state
         rank = self.world.rank
         self.draw_as(min(next((g for g in self.own(plan).positions if rank in g), (rank,))))
 
@@ -215,8 +217,7 @@ class ParallelModel(Around):
             checkpoint.load(self.store, self.numbers, *self._to_load.pop(0))
 
     def fingerprint_hash(self) -> int:
-        """Equal on all ranks whose modules would be traced alike: modes, hooks, what is trained,
-        and the attributes that forward reads."""
+        """Equal on all ranks whose modules would be traced alike."""
         self.burnt.compare()
         return self.burnt.digest
 
@@ -243,15 +244,18 @@ class ParallelModel(Around):
     def _follow(self) -> None:
         """Something in the module has changed: refuse what the plan cannot follow."""
         doors.refuse_replaced(replaced(self.module, self._tensors))
-        frozen = _frozen(self.module)
-        if frozen != self._frozen and not torch.is_grad_enabled():
-            return  # it is asked only, as a teacher or a reference
-        if frozen != self._frozen:
-            self.graph, self._frozen = self.graph.training_all_but(frozen), frozen
+        if frozen_of(self.module) != self._frozen:
+            if not torch.is_grad_enabled():
+                return  # it is asked only, as a teacher or a reference
+            self._see_frozen()
             self.store.follow(self.graph)
             self.reducer.retire()
             self.reducer = self._reducer()
         self._seen_changes = self.burnt.number
+
+    def _see_frozen(self) -> None:
+        self._frozen = frozen_of(self.module)
+        self.graph = self.graph.training_all_but(self._frozen)
 
     def begin_step(self) -> None:
         """One more step of training; the parameters are as the last one left them."""
@@ -330,7 +334,7 @@ class ParallelModel(Around):
                                  self.outputs, self.guards, watch=False)
             vars(made.same_batch).update(vars(self.same_batch))
             if not self._is_whole:
-                made.adopt(self.plan, *self._first, whole_values(self.module))
+                made.adopt(self.plan, self._first, whole_values(self.module))
             elif self._plan is None:
                 self._copies.append(made)
         return made
@@ -341,7 +345,7 @@ class ParallelModel(Around):
             made = self._copies.pop(0)
             made.same_batch.one_row = self.same_batch.one_row
             if made._plan is None:
-                made.adopt(self.plan, *self._first, values_of(made.module))
+                made.adopt(self.plan, self._first, values_of(made.module))
             made.adopt_copies(values_of)
 
     @property
@@ -411,13 +415,14 @@ class ParallelModel(Around):
         """Train under another plan from the next step on; nothing is lost. All ranks must call it,
         between two steps. Optimizers that have stepped or were loaded are known; others that have
         state must be given."""
-        before, (traced, call) = self.store, self._first
+        before, (traced, call, _) = self.store, self._first
         full_state.write_back()
         with self.world.meeting("move"):
             given = shardings.another(self.world, self.plan, plan)
             given = shardings.agreed(self.world, given, traced, call.num_rows)
             for optimizer in own:
                 optimizers.learn(optimizer)
+            self._see_frozen()
             after = ParamStore(self.module, given, self.graph, self.world, self.device)
             numbers = self.numbers.state()
             moved = move.move(before, after, optimizers.living(self.module), self._programs.clear)
@@ -443,7 +448,3 @@ class ParallelModel(Around):
         found = [code for known in self._programs.values() for program in known
                  for code in program.explained(name)]
         return "\n".join(found) or f"no block of this rank is called {name!r}"
-
-
-def _frozen(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)

@@ -196,7 +196,7 @@ class ParamStore:
         held.leaf = tensor.detach()
         if held.share.zero or cast_to != tensor.dtype:
             held.leaf = torch.empty(held.share.local, dtype=cast_to, device=tensor.device)
-        held.leaf.requires_grad_(tensor.requires_grad)
+        held.leaf.requires_grad_(tensor.requires_grad or held.share.zero)
         if tensor.is_floating_point() and not self.plan.keeps_bfloat16:
             held.leaf.grad_dtype = tensor.dtype
         if self.gathers_per_use(held):

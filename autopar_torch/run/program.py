@@ -16,13 +16,16 @@ from ..proof import check
 from ..schedule import Schedule, build
 from ..shard.rules import is_random
 from ..trace import Traced
-from ..trace.burnt import Burnt
+from ..trace.burnt import Burnt, ReadAttributes
+from ..trace.call import Call
 from ..trace.opaque import calls_modules
 from ..trace.row_branches import holds
 from .params import ParamStore
 from .prologue import Prologue
 from .stage import StageRunner
 
+# A trace, its call, and what it had read of the module; None: what is there now.
+First = tuple[Traced, Call, ReadAttributes | None]
 MOST, MANY = 16, 6  # traces of one form of call: that are kept; of which it is said
 log = logging.getLogger("autopar_torch")
 

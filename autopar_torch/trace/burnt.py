@@ -240,6 +240,10 @@ def tensors_of(model: nn.Module) -> dict[str, Any]:
             for name, tensor in items(remove_duplicate=False)}
 
 
+def frozen_of(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
 def replaced(model: nn.Module, before: Mapping[str, Any]) -> list[str]:
     """Names of parameters and buffers that were added, removed, or are other objects now."""
     now = tensors_of(model)
