@@ -114,6 +114,37 @@ def claim_stages_that_share_a_written_buffer_are_one() -> None:
             assert near(model.eval()(x), plain.eval()(x)), always
 
 
+class Featured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.b = nn.Linear(16, 4)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.features(x))
+
+
+def claim_statistics_move_where_a_part_of_the_model_is_called() -> None:
+    draw = torch.Generator().manual_seed(1)
+    for degrees in ({"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}):
+        model, plain = ap.parallelize(Featured(), plan=ap.Plan.uniform(**degrees)), Featured()
+        for number in range(4):
+            x = torch.randn(6, 8, generator=draw)
+            found = [m(x).square().mean() + m.features(x).mean() for m in (model, plain)]
+            assert near(*found), degrees
+            for loss in found:
+                loss.backward()
+            if number == 2:
+                model.eval(), plain.eval()
+        for (name, one), two in zip(model.state_dict().items(), plain.state_dict().values(),
+                                    strict=True):
+            assert near(one, two), (degrees, name)
+
+
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)

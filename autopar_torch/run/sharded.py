@@ -9,9 +9,7 @@ The library itself works on the plain parts, under `plainly()`.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from ..errors import RunError
+from .called import in_place, is_elementwise, name_of
 from .spread import Spread
 
 plainly = torch._C.DisableTorchFunctionSubclass
@@ -34,7 +33,7 @@ class Whole(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
         with plainly():
-            name = _name(func)
+            name = name_of(func)
             if name.startswith(("get ", "set ", "delete ")) and name not in _VIEWS:
                 _refresh(args[1:])
                 return ANSWERS.get(name, _asked)(func, *args)
@@ -131,27 +130,6 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-_OPERATOR = re.compile(
-    "__(?:([ir]?)(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)"
-    "|neg|pos|abs|invert|eq|ne|lt|le|gt|ge)__"
-)
-
-
-@cache
-def _name(func: Any) -> str:
-    name = str(getattr(func, "__name__", func))
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"{name.strip('_')} {func.__self__.__name__}"
-    operator = _OPERATOR.fullmatch(name)
-    if operator is None:
-        return name
-    return "operator_" if operator[1] == "i" else "operator"
-
-
-def _in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-
-
 def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     if not args:  # nn.init calls with names only
         first = next(key for key in ("tensor", "input", "self", *kwargs) if key in kwargs)
@@ -168,42 +146,19 @@ def _called(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         result = ANSWERS[name](func, *args, **kwargs)
     if result is NotImplemented:
         result = _computed(name, func, args, kwargs)
-    _write_back(kwargs.get("out", args[0] if _in_place(name) else None))
+    _write_back(kwargs.get("out", args[0] if in_place(name) else None))
     return result
 
 
 # --- elementwise ------------------------------------------------------------------------------
 
-_ALSO = frozenset({
-    "operator", "multiply", "subtract", "divide", "absolute", "negative", "greater",
-    "greater_equal", "less", "less_equal", "not_equal", "floor_divide", "copy", "zero", "fill",
-    "clone", "detach", "contiguous", "positive", "zeros_like", "ones_like", "full_like",
-    "empty_like", "float", "double", "half", "bfloat16", "int", "long", "bool", "to", "type",
-    "cpu", "cuda", "pin_memory",
-})
-# Tagged so, but they reduce, draw numbers, or are something else with other arguments.
-_NOT = frozenset(("equal", "max", "min", "where", "rrelu", "native_dropout_backward"))
-
-
-@cache
-def _is_elementwise(name: str) -> bool:
-    base = name.removeprefix("_foreach_")
-    if base.startswith("__") or base.rstrip("_") in _NOT:
-        return False
-    packets = [getattr(torch.ops.aten, one, None) for one in (base, base.rstrip("_"))]
-    return base.rstrip("_") in _ALSO or any(
-        torch.Tag.pointwise in getattr(packet, overload).tags
-        for packet in packets if packet is not None for overload in packet.overloads()
-    )
-
-
 def _computed(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("out") is not None:
         return _on_whole(func, args, kwargs)
-    if _is_elementwise(name):
+    if is_elementwise(name):
         each = _each_elementwise if name.startswith("_foreach_") else _elementwise
         return each(name, func, args, kwargs)
-    if _in_place(name) and isinstance(args[0], Sharded):
+    if in_place(name) and isinstance(args[0], Sharded):
         return _rewritten(func, args, kwargs)
     return _on_whole(func, args, kwargs)
 
@@ -213,7 +168,7 @@ def _elementwise(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> An
     if name in ("to", "type", "type_as"):  # another tensor only tells its type and device
         spread = args[0].spread if isinstance(args[0], Sharded) else None
     else:
-        spread, given = _aligned(given, _in_place(name))
+        spread, given = _aligned(given, in_place(name))
     result = func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
     return _marked(result, spread)
 
@@ -221,7 +176,7 @@ def _elementwise(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> An
 def _each_elementwise(name: str, func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
     """The same for every place of lists of tensors."""
     lists = [i for i, x in enumerate(args) if isinstance(x, (list, tuple))]
-    rows = [_aligned(row, _in_place(name)) for row in zip(*(args[i] for i in lists), strict=True)]
+    rows = [_aligned(row, in_place(name)) for row in zip(*(args[i] for i in lists), strict=True)]
     columns = dict(zip(lists, map(list, zip(*(row for _, row in rows), strict=True)), strict=True))
     result = func(*(columns.get(i, x) for i, x in enumerate(args)), **kwargs)
     return result and [_marked(x, spread) for (spread, _), x in zip(rows, result, strict=True)]
@@ -266,6 +221,7 @@ def _shape(tensor: Tensor) -> torch.Size:
 
 # --- anything else ----------------------------------------------------------------------------
 
+_MOVES = ("batch_norm", "instance_norm")  # running statistics, and say so to nobody
 _VIEWS = frozenset({"get data", "get T", "get mT", "get H", "get mH", "get real", "get imag"})
 
 
@@ -297,7 +253,13 @@ def _on_whole(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         return x
 
     args, kwargs = tree_map(full, (tuple(args), kwargs))
-    return tree_map(lend, func(*args, **kwargs))
+    moved = [(source, base, base.clone()) for source, base, _ in bases
+             if name_of(func) in _MOVES and isinstance(source, ShardedBuffer)]
+    made = func(*args, **kwargs)
+    for source, base, before in moved:
+        if not torch.equal(base, before):
+            source.data.copy_(source.spread.part(base))  # which torch does not count either
+    return tree_map(lend, made)
 
 
 def _each(value: Any) -> tuple[Any, ...]:
