@@ -25,6 +25,7 @@ from .blocks import TracedBlock
 from .capture import InputSource
 from .clean import each_info, has_rows, info_of, largest
 from .row_numbers import counts_rows, picks_rows, written
+from .together import is_tangled
 
 log = logging.getLogger("autopar_torch")
 CPU = torch.device("cpu")
@@ -49,6 +50,8 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
     asked = [n for n in asked if n.name not in once]
     if not any(map(_is_suspect, _upstream(asked, once))):
         return frozenset().union(*found)
+    # Few rows may hide it: of pairs that are counted, say, and numbers that are at least one.
+    found.append({n.name for n in asked if any(map(is_tangled, _upstream([n], once)))})
     try:
         with torch.no_grad():
             graph = _without_others(prologue, asked)

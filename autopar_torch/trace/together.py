@@ -55,7 +55,7 @@ def _tangle(piece: TracedBlock, node: fx.Node) -> list[fx.Node]:
     more = {node}
     while more - inside:
         inside = between(piece.graph, list(inside | more))
-        near = {value for n in inside for value in (n, *n.all_input_nodes) if _is_tangled(value)
+        near = {value for n in inside for value in (n, *n.all_input_nodes) if is_tangled(value)
                 or any(piece.odd.intersection(i.shape) for i in each_info(info_of(value)))}
         more = {n for value in near for n in (value, *value.users) if n.op == "call_function"}
     return [n for n in piece.graph.nodes if n in inside]
@@ -72,14 +72,14 @@ def tangled(prologue: fx.Graph, mixed: Collection[str], placed: Collection[str],
             for place in graph.find_nodes(op="placeholder", target=slot)
             if not all(isinstance(user.target, Together) for user in place.users)}
     found = [op_name(n) for n in prologue.nodes if n.name in mixed and (
-        n.name not in placed or (_is_tangled(n) and n.name in read.union(outputs)))]
+        n.name not in placed or (is_tangled(n) and n.name in read.union(outputs)))]
     found += [f"the batch in two dims of what {piece.name} takes" for piece, graph in blocks
-              if any(_is_tangled(n) for n in graph.find_nodes(op="placeholder")
+              if any(is_tangled(n) for n in graph.find_nodes(op="placeholder")
                      if str(n.target) in piece.inputs)]
     return tuple(dict.fromkeys(found))
 
 
-def _is_tangled(node: fx.Node) -> bool:
+def is_tangled(node: fx.Node) -> bool:
     return any(sum(s % ROWS == 0 for s in i.shape if s) > 1 or any(s and s % ROWS**2 == 0
                for s in i.shape) for i in each_info(info_of(node)))
 
@@ -103,7 +103,7 @@ def _fold(piece: TracedBlock, nodes: Sequence[fx.Node], names: str, flow: Flow,
         made[node].meta = {"info": info_of(node)}
     ends = tuple(made[n] for n in results)
     graph.output(ends if len(ends) > 1 else ends[0])
-    outs = [WHOLE if _is_tangled(n) else rows_dim(info_of(n).shape) for n in results]
+    outs = [WHOLE if is_tangled(n) else rows_dim(info_of(n).shape) for n in results]
     ins = [flow.get(n, WHOLE) for n in given]
     target = Together(graph, f"together({names})", signature(graph), ins, outs)
     with piece.graph.inserting_after(nodes[-1]):
