@@ -19,11 +19,10 @@ from torch._export import non_strict_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, _trace as exporting
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from ..errors import AutoparError, PlanError, TraceError
 from ..model import ROWS, ParamInfo
-from . import opaque, settled
+from . import opaque, picks, settled
 from .burnt import LIBRARIES, Read, tensors_of
 from .caches import without
 from .call import Call
@@ -153,14 +152,6 @@ def describe_params(model: nn.Module) -> dict[str, ParamInfo]:
     }
 
 
-class _DataSizeError(RuntimeError):
-    """A size depends on the data."""
-
-    def __init__(self, path: str, line: str) -> None:
-        super().__init__("a size depends on the data")
-        self.path, self.line = path, line
-
-
 @contextlib.contextmanager
 def _unsaid() -> Iterator[None]:
     """torch warns of attributes that forward sets, which are looked after here, and logs pages of
@@ -221,7 +212,8 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
                 captured = _exported(model, call, rows, device, loss_fn, wanted, shapes, dtype)
         except TraceError as error:
             cause = error.__cause__
-            path = getattr(cause, "path", "") or opaque.culprit(model, cause)
+            path = (module_path(cause.node) if isinstance(cause, picks.UnknownSizeError)
+                    else opaque.culprit(model, cause))
             path = path or (error.where if error.where in why else "")
             while any(f"{path}.".startswith(f"{own}.") for own in why):  # that was no help
                 path = opaque.above(model, path)
@@ -348,33 +340,28 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
           attributes_set(non_strict_utils, _tensor_min_max=min_max)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
-            _refuse_data_sizes(program.graph_module)
+            picks.fold(program)
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
-            long, picks = isinstance(error, TooLongError), isinstance(error, _DataSizeError)
+            long = isinstance(error, TooLongError)
+            unknown = isinstance(error, picks.UnknownSizeError)
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             free = "DataDependent" in type(error).__name__ or "data-dependent" in line
             fix = ("keep the size and mask: (x * mask).sum() / mask.sum() is x[mask].mean()"
-                   if picks else "compute it outside of the model: loss = loss_fn(model(x), y)"
+                   if unknown else "compute it outside of the model: loss = loss_fn(model(x), y)"
                    if "DynamicOutput" in type(error).__name__ else
                    "avoid data-dependent Python control flow in forward" if free else
                    "see that forward runs as it is, and look for sizes written as numbers"
                    if in_front else
                    "where the sequence comes first, and the batch second, say batch_dim=1")
+            stopped = "" if long or unknown else f"torch.export stopped: {type(error).__name__}: "
             raise TraceError(
-                line if long or picks else f"torch.export stopped: {type(error).__name__}: {line}",
-                where=getattr(error, "line", "") or user_line(error), fix=fix) from error
+                f"{stopped}{line}",
+                where=(line_of(error.node) if isinstance(error, picks.UnknownSizeError) else "")
+                or user_line(error), fix=fix) from error
     return program, told[-1]
-
-
-def _refuse_data_sizes(module: fx.GraphModule) -> None:
-    for graph in (own.graph for own in module.modules() if isinstance(own, fx.GraphModule)):
-        for node in graph.nodes:
-            for value in pytree.tree_leaves(node.meta.get("val")):
-                if isinstance(value, Tensor) and not all(type(n) is int for n in value.shape):
-                    raise _DataSizeError(module_path(node), line_of(node))
 
 
 def line_of(node: fx.Node) -> str:

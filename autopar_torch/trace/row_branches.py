@@ -97,7 +97,7 @@ class _Sizes(TorchFunctionMode):
         return self._known(found)
 
     def _known(self, size: int) -> int:
-        if not size or size % self.rows:
+        if isinstance(size, torch.SymInt) or not size or size % self.rows:
             return size
         made: Made = _N
         rest = size // self.rows
