@@ -266,8 +266,8 @@ def measure(
     call, tensors = take_apart(*as_call(example_inputs), batch_dim)
     own = tracing.tracer(model, world.device(), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    call, tensors, traced = tracing.in_rows_or_one(tracing.once(own, place, model), call, tensors,
-                                                   True, ("loss",))
+    call, tensors, traced = tracing.in_rows_or_one(tracing.once(own, place, model), model, call,
+                                                   tensors, True, ("loss",))
     with untouched(world.device()):
         cluster = session.cluster_of(place, traced.graph)
         return measuring.measure(traced, call, tensors, dict(model.named_buffers()), place,
@@ -287,7 +287,7 @@ def _traced(model: nn.Module, example: Batch, loss_fn: LossFn | None, limits: Co
         raise PlanError(f"{type(model).__name__} is no nn.Module", where="model")
     own = tracing.tracer(model, torch.device("cpu"), loss_fn, limits.precision,
                          limits.batch_statistics == "local")
-    taken, _, traced = tracing.in_rows_or_one(own, call, tensors, True, ("loss",))
+    taken, _, traced = tracing.in_rows_or_one(own, model, call, tensors, True, ("loss",))
     return traced, 1 if taken.in_one_row else num_rows or call.num_rows
 
 
@@ -355,7 +355,9 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
              asked: _Request) -> None:
     """Trace, plan, hand out the parameters, try the programs if shardings came with the plan."""
     try:
-        traced = parallel.retrace(call, True, ("loss", *parallel.outputs))
+        buffers = dict(parallel.module.named_buffers())
+        traced = tracing.for_batch(parallel.retrace, buffers, call, tensors, True,
+                                   ("loss", *parallel.outputs))
     except TraceError as error:
         try:
             _untraced(parallel, given, asked, error, call, tensors)
@@ -363,7 +365,8 @@ def _take_up(parallel: ParallelModel, call: Call, tensors: list[Tensor], given: 
             return
         except (TraceError, PlanError) as refused:
             call, tensors, traced = tracing.in_one_row(
-                parallel.retrace, call, tensors, True, ("loss", *parallel.outputs), error=refused)
+                parallel.retrace, parallel.module, call, tensors, True,
+                ("loss", *parallel.outputs), error=refused)
             parallel.same_batch.one_row = True
     plan = _find(parallel, call, tensors, traced, asked) if given is None else shardings.agreed(
         parallel.world, given, traced, call.num_rows)

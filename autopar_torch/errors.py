@@ -19,6 +19,8 @@ class AutoparError(Exception):
 class TraceError(AutoparError, RuntimeError):
     """The model could not be turned into a chain of blocks; torch raises RuntimeError then."""
 
+    decided: tuple[bool, ...] = ()  # the ways that it went where values of the batch decide
+
 
 class PlanError(AutoparError):
     """A plan does not fit the model, the machines, or itself."""

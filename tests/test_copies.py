@@ -37,7 +37,7 @@ class Net(nn.Sequential):
         self.branches = branches
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.branches and x.sum() > 1e9:
+        if self.branches and float(x.detach().sum()) > 1e9:
             return x
         return super().forward(x)
 

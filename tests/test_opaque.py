@@ -183,7 +183,7 @@ class Particular(Branch):
         self.register_buffer("weights", torch.tensor([1.0, 2.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 1e6 or self.weights.numpy().min() < 0:
+        if float(x.detach().sum()) > 1e6 or self.weights.numpy().min() < 0:
             raise ValueError("weights are below 0")
         shares = self.inner(x).softmax(-1)
         return super().forward(torch.distributions.Categorical(shares).probs * self.weights.sum())

@@ -84,6 +84,15 @@ def _by_what_is_learnt(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y
     return (b[found] - y[found]).square().sum() + s.sum()
 
 
+def _written_in_turn(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    nearest = torch.full_like(b, 9.0)
+    for number in range(3):
+        far = (b - number).square()
+        nearer = far < nearest
+        nearest[nearer] = far[nearer]
+    return nearest.mean()
+
+
 def _hardest(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
     each = F.cross_entropy(s, t, reduction="none")
     return each[each > 1.0].mean() + b[t > 0].std() + F.cross_entropy(
@@ -143,6 +152,7 @@ def slow_claim_what_is_picked_counts_as_in_one_process_under_each_plan() -> None
 
 def claim_what_depends_on_all_that_is_picked_sees_the_whole_batch() -> None:
     _as_alone(_hardest, DP2, TP2, {"pp": 2})
+    _as_alone(_written_in_turn, TP2, {"pp": 2})
     model = ap.parallelize(Finding(_hardest).double(), plan=ap.Plan.uniform(**PP2))
     assert "statistics of the whole batch" in refused(lambda: model(*batch(0)))
 

@@ -61,7 +61,8 @@ class Rank:
         plan = shardings.agreed(self.world, self.given, self.traced,
                                 8 * self.given.num_micro_batches)
         values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        self.parallel.adopt(plan, self.traced, self.call, lambda n: values[n].detach().clone())
+        self.parallel.adopt(plan, (self.traced, self.call, None),
+                            lambda n: values[n].detach().clone())
 
     def norm(self) -> None:
         total_norm([p.grad for p in self.parallel.parameters() if p.grad is not None], 2.0)

@@ -40,7 +40,7 @@ from .move import Moved
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
-from .program import First, Program, remember
+from .program import First, Program, remember, serving
 from .randomness import OwnNumbers, another_seed, share_python_numbers
 from .record import SILENT, Recorder, Silent, joined
 from .returned import ends_of, returned
@@ -195,7 +195,7 @@ class ParallelModel(Around):
             return self.fallback(call, tensors)
         if train and self.training:
             self.between(settle)
-        program = self._program(call, train, settle)
+        program = self._program(call, tensors, train, settle)
         step = RankStep(self, program, call, tensors, settle)
         with self.numbers.drawing() if program.draws else contextlib.nullcontext():
             if train and "loss" in program.traced.outputs:
@@ -206,7 +206,6 @@ class ParallelModel(Around):
         return returned(results, program.traced.form, call.num_rows, train=False)
 
     def start(self, call: Call, tensors: list[Tensor]) -> None:
-        """Trace and plan for training, whatever this call is for."""
         doors.refuse_taken(self.module)
         with (tracing.modes_kept(self.module, True), torch.inference_mode(False),
               torch.enable_grad()):
@@ -221,16 +220,17 @@ class ParallelModel(Around):
         self.burnt.compare()
         return self.burnt.digest
 
-    def _program(self, call: Call, train: bool, settle: Settle) -> Program:
+    def _program(self, call: Call, tensors: list[Tensor], train: bool, settle: Settle) -> Program:
         if self.burnt.compare() != self._seen_changes:
             settle()
             self._follow()
         known = self._programs.setdefault((call.key, train, torch.is_grad_enabled()), [])
-        for program in known:
-            if program.serves(self.burnt, call.num_rows):
-                return program
+        program, call = serving(known, self.burnt, call, tensors)
+        if program is not None:
+            return program
         settle()
-        traced = self.retrace(call, self.training, ("loss", *self.outputs) if train else None)
+        traced = tracing.for_batch(self.retrace, self.store.buffers, call, tensors, self.training,
+                                   ("loss", *self.outputs) if train else None)
         rows = max(1, call.num_rows // self.plan.num_micro_batches)
         plan = shardings.again(self.plan, self.graph, traced, rows, self.store.unread)
         return remember(known, self._made(traced, plan))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -149,6 +150,18 @@ class Program:
                 if made == value:
                     return graph.kinds[block.kind].outputs[slot]
         return next(n.meta["info"] for n in self.traced.prologue.nodes if n.name == value)
+
+
+def serving(known: list[Program], burnt: Burnt, call: Call,
+            tensors: Sequence[Tensor]) -> tuple[Program | None, Call]:
+    """The trace that is for this call; if there is none, the call with what one of them found of
+    its values."""
+    for program in known:
+        if program.serves(burnt, call.num_rows):
+            call = replace(call, decided=program.prologue.decided(call, tensors))
+            if call.decided == tuple(answer for _, answer in program.traced.decided):
+                return program, call
+    return None, call
 
 
 def remember(known: list[Program], made: Program) -> Program:

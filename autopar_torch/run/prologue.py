@@ -48,15 +48,15 @@ def _is_given(node: fx.Node, traced: Traced) -> bool:
 
 
 def program(traced: Traced, names: Sequence[str], given: Iterable[str], rows: int,
-            device: torch.device) -> fx.GraphModule:
-    """Prologue nodes as a module; `given` values become its inputs."""
+            device: torch.device, writes: bool = True) -> fx.GraphModule:
+    """Prologue nodes as a module, with all that `writes`; `given` values become its inputs."""
     given_names, wanted = set(given), set(names)
     needed: set[fx.Node] = set()
     graph, env = fx.Graph(), {}
     for node in reversed(list(traced.prologue.nodes)):
         users = any(user in needed and user.name not in given_names for user in node.users)
         written = node.op == "call_function" and is_mutable(node)
-        if node.name in wanted or users or written:
+        if node.name in wanted or users or (written and writes):
             needed.add(node)
     for node in traced.prologue.nodes:
         if node in needed and node.name in given_names:
@@ -95,6 +95,19 @@ class Prologue:
         with torch.no_grad():
             values = module(*(known[name] for name in args))
         return dict(zip(results, values, strict=True))
+
+    def decided(self, call: Call, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+        """The answers for this batch to what the trace was asked."""
+        names = [name for name, _ in self.traced.decided]
+        if not names:
+            return ()
+        known = self._sources(call, tensors)
+        made = program(self.traced, names, (), call.num_rows, self.device, writes=False)
+        places = [node.name for node in made.graph.find_nodes(op="placeholder")]
+        with torch.no_grad():
+            values = made(*(known[name] for name in places))
+        by_name = dict(zip(sorted({*names}, key=self.order.index), values, strict=True))
+        return tuple(bool(by_name[name]) for name in names)
 
     def _sources(self, call: Call, tensors: Sequence[Tensor]) -> dict[str, Any]:
         known: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from ..trace import Traced, opaque, serialize, trace
 from ..trace.call import Call
 from ..trace.capture import describe_params, user_line
 from ..trace.form import LossFn
+from .prologue import Prologue
 from .randomness import untouched
 from .sharded import Sharded
 from .world import World
 
 log = logging.getLogger("autopar_torch")
+MOST_BRANCHES = 16
 Tracer = Callable[[Call, bool, tuple[str, ...] | None], Traced]
 
 
@@ -46,7 +49,10 @@ def tracer(model: nn.Module, device: torch.device, loss_fn: LossFn | None,
                              params=known, dtype=dtype, local=local, placed=placed,
                              in_order=in_order)
             except Exception as error:
-                raise _with_hint(_told(error), call, training) from error.__cause__ or error
+                told = _with_hint(_told(error), call, training)
+                if isinstance(told, TraceError):
+                    told.decided = getattr(error, "decided", ())
+                raise told from error.__cause__ or error
 
     return retrace
 
@@ -86,22 +92,45 @@ def modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = before
 
 
-def in_rows_or_one(own: Tracer, call: Call, tensors: list[Tensor],
+def for_batch(own: Tracer, buffers: Mapping[str, Tensor], call: Call, tensors: Sequence[Tensor],
+              *how: Any) -> Traced:
+    """A trace whose branches are those that this batch takes. Where that cannot be traced, or they
+    are too many, nothing is decided: a module that asks is computed whole, if there is one."""
+    for _ in range(MOST_BRANCHES):
+        try:
+            traced = own(call, *how)
+        except TraceError as error:
+            if call.decided is None or not error.decided:
+                raise
+            *before, last = error.decided
+            assumed = len(error.decided) > len(call.decided)
+            call = dataclasses.replace(call, decided=(*before, not last) if assumed else None)
+            continue
+        if not traced.decided or any(t.is_meta for t in (*tensors, *buffers.values())):
+            return traced
+        found = Prologue(traced, (), dict(buffers), tensors[0].device).decided(call, tensors)
+        if found == tuple(answer for _, answer in traced.decided):
+            return traced
+        call = dataclasses.replace(call, decided=found)
+    return own(dataclasses.replace(call, decided=None), *how)
+
+
+def in_rows_or_one(own: Tracer, model: nn.Module, call: Call, tensors: list[Tensor],
                    *how: Any) -> tuple[Call, list[Tensor], Traced]:
     """A trace for any number of rows; where there is none, of the batch as one."""
     try:
-        return call, tensors, own(call, *how)
+        return call, tensors, for_batch(own, dict(model.named_buffers()), call, tensors, *how)
     except TraceError as error:
-        return in_one_row(own, call, tensors, *how, error=error)
+        return in_one_row(own, model, call, tensors, *how, error=error)
 
 
-def in_one_row(own: Tracer, call: Call, tensors: Sequence[Tensor], *how: Any,
+def in_one_row(own: Tracer, model: nn.Module, call: Call, tensors: Sequence[Tensor], *how: Any,
                error: AutoparError) -> tuple[Call, list[Tensor], Traced]:
     """The batch traced as it is where its rows cannot be told apart, as those of a graph and of its
     matrix: nothing of it is shared out. `error`: why they cannot."""
     whole, given = call.as_one_row(tensors)
     try:
-        traced = own(whole, *how)
+        traced = for_batch(own, dict(model.named_buffers()), whole, given, *how)
     except TraceError:
         raise error from None
     log.warning("the rows of the batch cannot be told apart, so it is one: no replicas and no "

@@ -29,6 +29,7 @@ from .burnt import Read
 from .call import Call
 from .capture import Captured, InputSource, capture, describe_params
 from .clean import drop_no_ops, flatten, has_rows, info_of, part_reads
+from .decisions import DECIDED
 from .discover import note_factors
 from .form import Form, LossFn
 from .functional import functionalize
@@ -54,6 +55,7 @@ class Traced:
     reads: frozenset[Read]  # attributes of modules that decided what was traced
     answers: Answers  # of the number of rows, that decided what was traced
     outers: dict[str, int]  # output -> in how many parts of its dim there are all rows
+    decided: tuple[tuple[str, bool], ...]  # prologue nodes that forward asked for, and the answers
 
 
 def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
@@ -75,7 +77,7 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
                     return capture(model, call, rows=rows, **options)
 
             captured = few()
-            if not captured.form.left:  # each layer may leave something
+            if not captured.form.left and not captured.decided:  # each layer may have its own
                 pieces, flat = _cut(captured, known, call, placed, few, in_order)
                 inside = {node for piece in pieces for node in piece.nodes}
                 drawn = any(map(is_random, {*flat.nodes} - inside))  # by each layer for itself
@@ -84,8 +86,12 @@ def trace(model: nn.Module, call: Call, *, device: torch.device | str = "cpu",
     with _told():
         whole = partial(capture, model, call, **options, most_opaque=opaque.MOST)
         captured = whole()
-        pieces, flat = _cut(captured, known, call, placed, whole, in_order)
-        return _assemble(pieces, flat, captured, known, local)
+        try:
+            pieces, flat = _cut(captured, known, call, placed, whole, in_order)
+            return _assemble(pieces, flat, captured, known, local)
+        except TraceError as error:
+            error.decided = captured.decided
+            raise
 
 
 @contextlib.contextmanager
@@ -298,6 +304,10 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
                          dict(zip(kinds[name].params, p.params.values(), strict=True)), p.outputs)
                    for p, name in zip(pieces, named, strict=True))
     outputs = _outputs(pieces, flat, captured)
+    asked = [outputs.pop(name) for name in captured.outputs if name.startswith(DECIDED)]
+    if not {*asked} <= {node.name for node in prologue.nodes}:
+        raise TraceError("a branch depends on a buffer that not every rank has", where="forward",
+                         fix="use replicas (tp=1, pp=1), which have all of the model")
     added = tuple(name for name, value in outputs.items() if rows.get(value) == PARTIAL)
     rowless = around.rowless
     if not any(shares.SLOT in piece.context for piece in pieces):
@@ -313,8 +323,9 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
                        {node.name: info_of(node) for node in given_nodes(flat, captured.sources)})
     outers = {name: layout.outer for name, value in outputs.items()
               if isinstance(layout := rows.get(value), Split)}
-    return Traced(graph, programs, prologue, captured.sources, captured.consts, captured.outputs,
-                  rowless, places, captured.form, captured.reads, captured.answers, outers)
+    return Traced(graph, programs, prologue, captured.sources, captured.consts, tuple(outputs),
+                  rowless, places, captured.form, captured.reads, captured.answers, outers,
+                  tuple(zip(asked, captured.decided, strict=True)))
 
 
 def _surroundings(prologue: fx.Graph, captured: Captured, local: bool) -> Surroundings:

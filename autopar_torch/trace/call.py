@@ -33,6 +33,7 @@ class Call:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()  # (device type, dtype) where it is on
     ones: tuple[bool, ...] = ()  # which tensors are masks that hide nothing
     requires_grad: tuple[bool, ...] = ()  # which tensors, where gradients are on
+    decided: tuple[bool, ...] | None = ()  # what forward asks of values; None: it may not
 
     @property
     def rows(self) -> tuple[bool, ...]:

@@ -28,6 +28,7 @@ from .caches import without
 from .call import Call
 from .casts import Casts
 from .checks import passed
+from .decisions import Decisions, LearntError
 from .each_op import TooLongError, each_op
 from .effects import Effects, attributes_set, refuse_large, refuse_sparse
 from .encoders import as_without_a_trace
@@ -62,6 +63,7 @@ class Captured:
     consts: dict[str, Tensor]
     autocast: torch.dtype | None  # what was computed with, where it was traced under autocast
     answers: Answers  # what forward asked of the number of rows
+    decided: tuple[bool, ...]  # the answers to what it asked of values, which are outputs, too
     least_rows: int  # that have to be tried, as there are numbers that hold for so many
 
 
@@ -88,9 +90,11 @@ class _Flat(nn.Module):
     def __init__(self, effects: Effects, call: Call, loss_fn: LossFn | None,
                  wanted: tuple[str, ...] | None,
                  tell: Callable[[tuple[tuple[str, ...], Form]], None],
-                 dtype: torch.dtype | None, rows: int, answers: Answers) -> None:
+                 dtype: torch.dtype | None, rows: int, answers: Answers,
+                 decisions: Decisions) -> None:
         super().__init__()
         self.dtype, self.rows, self.answers = dtype, rows, answers
+        self.decisions = decisions
         self.model, self.call, self.wanted = effects.model, call, wanted
         self.outputs = functools.partial(outputs_of, effects.model, loss_fn)  # which has no names
         self.effects, self.grads = effects, torch.is_grad_enabled()
@@ -98,16 +102,17 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         casts = Casts(self.dtype) if self.dtype else contextlib.nullcontext()
+        self.decisions.begin()
         flags = dict.fromkeys(("_is_compiling_flag", "_is_exporting_flag"), _Exporting())
         with (casts, self.effects.none(), _grads(self.grads), attributes_set(compiler, **flags),
               asking(self.call.num_rows, self.rows, self.answers)):
             form, named = self.outputs(*self.call.rebuild(tensors))
         names = tuple(named) if self.wanted is None else _choose(named, self.wanted)
-        self.tell((names, form))
+        self.tell(((*names, *self.decisions.names), form))
         whole = (x.clone() if isinstance(x := named[n], nn.Parameter) else x for n in names)
         outputs = (*whole, *self.effects.kept)  # a parameter is an output of no block
         refuse_unseen(outputs)
-        return outputs
+        return (*outputs[:len(names)], *self.decisions.asked, *self.effects.kept)
 
 
 @contextlib.contextmanager
@@ -213,6 +218,7 @@ def capture(model: nn.Module, call: Call, *, device: torch.device, loss_fn: Loss
         except TraceError as error:
             cause = error.__cause__
             path = (module_path(cause.node) if isinstance(cause, picks.UnknownSizeError)
+                    else cause.path if isinstance(cause, LearntError)
                     else opaque.culprit(model, cause))
             path = path or (error.where if error.where in why else "")
             while any(f"{path}.".startswith(f"{own}.") for own in why):  # that was no help
@@ -235,12 +241,13 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
               *how: Any) -> Captured:
     mode, effects = FakeTensorMode(allow_non_fake_inputs=True), Effects(model, how[0])
     answers: Answers = {}
+    decisions = Decisions(model, call.decided)
     first, tensors = first_names(model), tensors_of(model)
     refuse_sparse(tensors.values(), "")
     names = {name: first[id(tensor)] for name, tensor in tensors.items()}
 
     def export(seen: Effects) -> Exported:
-        return _program(seen, call, rows, device, mode, answers, *how)
+        return _program(seen, call, rows, device, mode, answers, decisions, *how)
 
     with effects.undone():
         program, told = export(effects)
@@ -256,7 +263,7 @@ def _exported(model: nn.Module, call: Call, rows: int, device: torch.device,
             consts[source.name] = program.constants[spec.target]
             effects.refuse_lost(node, consts[source.name], rows)
     return Captured(program.graph, program.graph_module, sources, *told, effects.reads, consts,
-                    dict(call.autocast).get(device.type), answers,
+                    dict(call.autocast).get(device.type), answers, tuple(decisions.answers),
                     0 if all(isinstance(own, bool) for own in answers.values()) else call.num_rows)
 
 
@@ -328,24 +335,27 @@ def _constants(program: ExportedProgram) -> Iterator[tuple[fx.Node, Tensor]]:
 
 
 def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode: FakeTensorMode,
-             answers: Answers, loss_fn: LossFn | None, wanted: tuple[str, ...] | None,
-             shapes: dict[str, ParamInfo], dtype: torch.dtype | None) -> Exported:
+             answers: Answers, decisions: Decisions, loss_fn: LossFn | None,
+             wanted: tuple[str, ...] | None, shapes: dict[str, ParamInfo],
+             dtype: torch.dtype | None) -> Exported:
     """What export makes of one forward, and the names and form of its outputs."""
     told: list[tuple[tuple[str, ...], Form]] = []
-    flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype, rows, answers)
+    flat = _Flat(effects, call, loss_fn, wanted, told.append, dtype, rows, answers, decisions)
     flat.training = effects.model.training
     with (_fake_state(effects.model, mode, device, shapes, dtype), without(effects.model, call),
           call.surroundings(device), effects.seen(), each_op(), as_without_a_trace(), watched(),
-          passed(), _unsaid(), attributes_set(exporting, print=lambda *_, **__: None),
+          passed(decisions.of_tensor), decisions.of_numbers(), _unsaid(),
+          attributes_set(exporting, print=lambda *_, **__: None),
           attributes_set(non_strict_utils, _tensor_min_max=min_max)):
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
+            decisions.refuse_learnt(program, told[-1][0])
             picks.fold(program)
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced
             line = (str(error).strip().splitlines() or ["no message"])[0]
-            long = isinstance(error, TooLongError)
+            long = isinstance(error, (TooLongError, LearntError))
             unknown = isinstance(error, picks.UnknownSizeError)
             in_front = not long and f"[{ROWS}," not in line  # else a size does not fit the rows
             free = "DataDependent" in type(error).__name__ or "data-dependent" in line
@@ -357,10 +367,13 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
                    if in_front else
                    "where the sequence comes first, and the batch second, say batch_dim=1")
             stopped = "" if long or unknown else f"torch.export stopped: {type(error).__name__}: "
-            raise TraceError(
+            told_of = TraceError(
                 f"{stopped}{line}",
-                where=(line_of(error.node) if isinstance(error, picks.UnknownSizeError) else "")
-                or user_line(error), fix=fix) from error
+                where=(line_of(error.node) if isinstance(error, picks.UnknownSizeError)
+                       else error.line if isinstance(error, LearntError) else "")
+                or user_line(error), fix=fix)
+            told_of.decided = tuple(decisions.answers)
+            raise told_of from error
     return program, told[-1]
 
 

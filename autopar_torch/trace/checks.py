@@ -25,27 +25,36 @@ _TORCH = torch.__file__.rsplit("/", 1)[0]
 _HOME = "autopar_torch/trace/"
 _ITEM = Tensor.item
 _SAYS = ("warnings", "warn", "logger", "logging", "log", "print")
+Decide = Callable[[Tensor, FrameType, Callable[[Tensor], Any]], Any]
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RERAISE")
 
 
-def passed() -> contextlib.AbstractContextManager[None]:
+def passed(decide: Decide) -> contextlib.AbstractContextManager[None]:
     """While it is entered: where a value that is not known decides whether to raise or warn,
-    forward goes on. It says once which checks are not made."""
-    return attributes_set(Tensor, __bool__=_known(Tensor.__bool__), item=_known(Tensor.item))
+    forward goes on. It says once which checks are not made. Others have to `decide`."""
+    return attributes_set(Tensor, __bool__=_known(Tensor.__bool__, decide),
+                          item=_known(Tensor.item, decide))
 
 
-def _known(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def _known(plain: Callable[[Tensor], Any], decide: Decide) -> Callable[[Tensor], Any]:
     def known(value: Tensor) -> Any:
         frame = sys._getframe(1)
-        ask = (isinstance(value, FakeTensor) and value.constant is None
-               and (plain is not _ITEM or value.dtype == torch.bool) and not _caught(frame))
-        good = _good(frame.f_code, frame.f_lasti) if ask else None
-        if good is None:
+        if not isinstance(value, FakeTensor) or value.constant is not None or (
+                plain is _ITEM and value.dtype != torch.bool) or _caught(frame):
             return plain(value)
-        _say(frame.f_code.co_filename, frame.f_lineno)
-        return good
+        if (good := passing(frame)) is not None:
+            return good
+        return plain(value) if plain is _ITEM else decide(value, frame, plain)
 
     return known
+
+
+def passing(frame: FrameType) -> bool | None:
+    """The answer that a check which only raises or warns asks for; None where it is none."""
+    good = None if _caught(frame) else _good(frame.f_code, frame.f_lasti)
+    if good is not None:
+        _say(frame.f_code.co_filename, frame.f_lineno)
+    return good
 
 
 def _caught(frame: FrameType | None) -> bool:

@@ -20,6 +20,7 @@ Make = Callable[..., fx.Node]
 def keep(graph: fx.Graph) -> None:
     """Rewrite what is computed with such numbers; who reads them gets them in its own type."""
     numbers = dict[fx.Node, fx.Node]()
+    _drop_unread(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not (
                 node.target is aten.item.default or numbers.keys() & {*node.all_input_nodes}):
@@ -35,6 +36,12 @@ def keep(graph: fx.Graph) -> None:
             _give(node, numbers, call)
         elif node.users:
             numbers[node] = _tensor(node, [numbers.get(a, a) for a in node.args], call)  # type: ignore[arg-type, call-overload]
+    for number, value in numbers.items():
+        graph.output_node().replace_input_with(number, value)
+    _drop_unread(graph)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.meta["info"] is None and not (
                 node.users or is_mutable(node)):
@@ -51,10 +58,14 @@ def _tensor(node: fx.Node, args: list[Any], call: Make) -> fx.Node:
     if target in (torch.sym_float, operator.neg):
         return call(*((aten.neg.default, first) if target is operator.neg
                       else (aten.to.dtype, first, torch.float64)))
+    if target is torch.sym_not:
+        return call(aten.logical_not.default, first)
     if target in _BOTH:
         plain, of_tensors = _BOTH[target]
         if not isinstance(first, fx.Node):
             first, rest = rest[0], [first]
+            if (turned := _TURNED.get(op_name(node))) is not None:
+                plain = getattr(aten, turned).Scalar
         return call(of_tensors if isinstance(rest[0], fx.Node) else plain, first, *rest)
     if target is operator.sub:
         return call(aten.sub.Tensor, *args) if isinstance(first, fx.Node) else call(
@@ -67,10 +78,13 @@ def _tensor(node: fx.Node, args: list[Any], call: Make) -> fx.Node:
     raise _refusal(node)
 
 
+_TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 _BOTH = {torch.sym_max: (aten.clamp_min.default, aten.maximum.default),
          torch.sym_min: (aten.clamp_max.default, aten.minimum.default),
          operator.add: (aten.add.Tensor, aten.add.Tensor),
-         operator.mul: (aten.mul.Tensor, aten.mul.Tensor)}
+         operator.mul: (aten.mul.Tensor, aten.mul.Tensor),
+         **{getattr(operator, name): (getattr(aten, name).Scalar, getattr(aten, name).Tensor)
+            for name in _TURNED}}
 
 
 def _give(node: fx.Node, numbers: dict[fx.Node, fx.Node], call: Make) -> None:

@@ -96,6 +96,7 @@ class _Folding:
     def __init__(self, graph: fx.Graph, learning: set[fx.Node]) -> None:
         self.graph, self.learning = graph, learning  # what may depend on a parameter
         self.counts: dict[Any, fx.Node] = {}  # a size -> how many were picked
+        self.apart: set[fx.Node] = set()  # what was written to, and is written to no more
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -207,11 +208,15 @@ class _Folding:
         """`x[mask] = values` makes another value, where nothing else shows the memory of this."""
         if not is_mutable(node) or not _reads_odd(node) or _is_odd(first := node.args[0]):
             return
-        alike = [n for n in self.graph.nodes if n not in (first, node) and n.op != "output"
-                 and _memory(first) & _memory(n)]
+        own = self.apart | {first}
+        for later in self.graph.nodes:
+            own |= {later} if op_name(later) in _APART and later.args[0] in own else set()
+        alike = [n for n in self.graph.nodes if _memory(first) & _memory(n) and n.op != "output"
+                 and n not in own]
         if op_name(node) not in _APART or alike or first.op != "call_function":  # type: ignore[union-attr]
             raise UnknownSizeError(node)
         node.target = _APART[op_name(node)]
+        self.apart |= {first, node}  # type: ignore[arg-type]
         for user in [*takewhile(lambda n: n is not node, reversed(self.graph.nodes))]:
             user.replace_input_with(first, node)  # type: ignore[arg-type]
 
