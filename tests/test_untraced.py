@@ -16,6 +16,7 @@ import autopar_torch as ap
 import claims
 from autopar_torch.errors import PlanError
 from autopar_torch.run.copies import apart
+from autopar_torch.run.returned import NotGatheredError
 
 TP2 = {"tp": 2}
 PP2 = {"pp": 2, "num_micro_batches": 2}
@@ -119,6 +120,39 @@ class Recording(Branching):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.largest = torch.maximum(self.largest, x.max())
         return super().forward(x, y)
+
+
+class Leaving(Branching):
+    """Leaves in attributes what it saw, a counter, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.table, self.log = None, None, []
+        self.calls, self.most = 0, 0.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        self.seen, self.most = x.square().mean(), x.max().item()
+        self.penalty = self.a(x).square().mean()
+        return super().forward(x + 0 * self.table, y)
+
+
+def claim_what_each_rank_leaves_of_its_own_rows_is_not_used() -> None:
+    model = ap.parallelize(Leaving(), plan=ap.Plan.uniform(dp=2))
+    own, plain = model.module, Leaving()
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6.0)
+    for number in range(2):
+        model(x, y).backward()
+        assert own.calls == number + 1 and own.table.tolist() == [0, 1, 2, 3]
+        for use in (lambda: own.seen + 1, lambda: own.most * 2, lambda: own.penalty.backward()):
+            with pytest.raises(NotGatheredError, match="its own rows"):
+                use()
+    model.eval()
+    with torch.no_grad():
+        model(x, y), plain(x, y)
+    assert _near(own.seen, plain.seen) and own.most == plain.most
 
 
 class Together(Branching):

@@ -25,6 +25,7 @@ from ..shard.collectives import arrive
 from ..trace.burnt import user_hooks
 from ..trace.call import Call
 from ..trace.form import Form, outputs_of
+from . import left_behind
 from .grads_of_grads import OnceMore
 from .handover import Upstream, check_alike, hand_over, promise
 from .model import ParallelModel
@@ -166,6 +167,7 @@ class _Step:
         given = [_Given(t.view_as(t), part, has_rows) for t, part, has_rows in zip(
             tensors, own, call.rows, strict=True) if part.requires_grad]
         form, named = self._forward(call, own, shares.inside)
+        left_behind.withhold(parallel.module, shares.left)
         form = shares.form(form, run[1] - run[0], call.num_rows)
         parallel.fingerprint_hash()  # as forward may have changed something
         wholes = iter(given)

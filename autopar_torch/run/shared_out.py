@@ -4,8 +4,7 @@ how what they make of them is joined.
 The module itself runs on few rows of a batch, together and apart: losses and gradients, weighed by
 a count that is looked for, have to add up; outputs have to lie one behind the other. Labels are
 left out in unequal numbers on the way, so that a mean over labels is not taken for one over rows.
-Where it keeps little in memory, it runs so on the whole batch, too.
-Parameters, buffers and random numbers are left as they were.
+Where it keeps little in memory, it runs so on the whole batch, too. All is left as it was.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from ..progress import warn
 from ..trace.call import Call
 from ..trace.effects import refuse_messages
 from ..trace.form import Form, LossFn, Named, outputs_of
+from . import left_behind
 from .copies import apart
 from .nonfinite import Rows
 from .randomness import untouched
@@ -88,6 +88,7 @@ class Shares(Struct, frozen=True):
     inside: bool = True  # the first scalar that is returned is the loss
     growing: tuple[int, ...] = ()  # leaves of the form that are numbers in proportion to the rows
     unknown: tuple[int, ...] = ()  # and those that depend on them in another way
+    left: tuple[str, ...] = ()  # attributes in which forward leaves something of the rows
 
     def form(self, form: Form, own_rows: int, num_rows: int) -> Form:
         """That of all rows, from that of a part."""
@@ -108,6 +109,7 @@ class _Tried(NamedTuple):
     state: dict[str, Tensor]  # parameters and buffers, as the run left them
     leaves: tuple[Any, ...]
     params: dict[str, nn.Parameter]
+    left: dict[str, str]  # attributes, and what the run left there
 
 
 class _Labels(TorchDispatchMode):
@@ -187,7 +189,7 @@ class _RowsTrial:
         self.limit = limit
         self.inside: bool | None = None  # as in the first run
         self.places: dict[str, Place | None] = {}
-        self.growing, self.unknown = set[int](), set[int]()
+        self.growing, self.unknown, self.left = set[int](), set[int](), set[str]()
 
     def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels,
                more: list[list[Tensor]]) -> Shares:
@@ -202,7 +204,7 @@ class _RowsTrial:
             if why:
                 return Shares(why)
         return Shares("", counts[0], self.places, inside, tuple(self.growing - self.unknown),
-                      tuple(self.unknown))
+                      tuple(self.unknown), tuple(sorted(self.left)))
 
     def runs(self, tensors: list[Tensor]) -> bool:
         try:
@@ -218,6 +220,7 @@ class _RowsTrial:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
+        before = left_behind.held(model)
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
         with torch.enable_grad(), self.call.surroundings(self.device):
@@ -228,7 +231,8 @@ class _RowsTrial:
                       {name: x for named in (model.named_buffers(), model.named_parameters())
                        for name, x in named if x.layout == torch.strided},
                       form.leaves,
-                      {n: p for n, p in model.named_parameters() if p.requires_grad})
+                      {n: p for n, p in model.named_parameters() if p.requires_grad},
+                      left_behind.left(before, model))
 
     def _apart(self, tensors: list[Tensor], counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
         """The counts by which these rows join, or why there is none. They may have been changed to
@@ -252,6 +256,7 @@ class _RowsTrial:
                            for p in parts):
                     kind = "parameter" if isinstance(kept, nn.Parameter) else "buffer"
                     return f"the {kind} {n} would record the rows of one rank only", []
+            self.left |= left_behind.of_rows([run.left for run in (whole, *parts)])
             if why := self._joined_numbers([whole, *parts], spans):
                 return why, []
             why, counts = (self._joined_loss(whole, parts, tensors, spans, counts)
