@@ -139,6 +139,34 @@ def claim_what_cannot_be_right_is_refused() -> None:
         assert "changed between" in refused(lambda z=out: z.sum().backward()), degrees
 
 
+class Featured(nn.Module):
+    """Returns logits, and the features that they are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.c(torch.relu(h)), h
+
+
+def claim_a_gradient_at_an_output_that_another_is_made_of_is_refused() -> None:
+    plain = net(Featured)
+    for degrees in ALL:
+        model, (x, _) = parallel(degrees, Featured), batch()
+        for ask in (lambda o: torch.autograd.grad(o[0].sum() + o[1].sum(), o[1]),
+                    lambda o: o[1].retain_grad(), lambda o: o[1].register_hook(torch.neg)):
+            said = refused(lambda m=model, a=ask, x=x: a(m(x)))
+            assert "output 1, of which 0 is made" in said, (degrees, said)
+        for alone in (lambda o: o[1].clone(), lambda o: o[0]):
+            found = [torch.autograd.grad((end := alone(out)).square().sum() + out[1].sum(), end)
+                     for out in (model(x), plain(x))]
+            assert near(*(grad for grad, in found)), degrees
+    same(Featured, lambda model, number: sum(
+        out.square().mean() for out in model(batch(seed=number)[0])))
+
+
 def slow_claim_a_step_without_rows_for_a_replica() -> None:
     for degrees in ALL:
         model, plain = parallel(degrees, Logits), net(Logits)

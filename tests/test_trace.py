@@ -271,7 +271,7 @@ def test_data_dependent_code_is_refused_with_the_users_line() -> None:
             self.a = nn.Linear(4, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.a(x).sum() if x.sum() > 0 else self.a(-x).sum()
+            return self.a(x).sum() if self.a(x).sum() > 0 else self.a(-x).sum()
 
     with pytest.raises(TraceError, match=r"test_trace.py:\d+: return self.a\(x\)"):
         traced(Branch(), x=torch.zeros(2, 4))

@@ -75,6 +75,29 @@ def promise(anchor: Tensor, values: dict[str, Tensor], learning: Sequence[Tensor
     return dict(zip(values, made, strict=True))
 
 
+def between(value: Tensor, name: str, others: str) -> Tensor:
+    """An output that others are made of, which here are results of their own: a gradient at it
+    would miss what comes by way of these, so it is refused."""
+    node = cast(Any, value.grad_fn)
+
+    def refuse(*_: Any) -> Any:
+        raise RunError(
+            f"a gradient is asked for at the output {name}, of which {others} is made, too: what "
+            "comes by way of that is not known", where="autograd.grad, retain_grad, register_hook",
+            fix="compute what is made of it outside of the model; or ask for the gradient of a "
+            "copy (.clone()), if only what you make of it counts; or use model.module, which every "
+            "rank runs whole")
+
+    def check(_: Tensor) -> None:
+        if not torch._C._will_engine_execute_node(node):
+            refuse()
+
+    shown = value.view_as(value)
+    shown.register_hook(check)
+    vars(shown).update(retain_grad=refuse, register_hook=refuse)
+    return shown
+
+
 def hand_over(anchor: Tensor, loss: Tensor, grads: list[tuple[Tensor, Tensor]], again: Anew,
               scale: float = 1.0, told: LossScale | None = None,
               check: Callable[[], None] = lambda: None) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ..shard.rules import is_random
 from ..trace import Traced
 from ..trace.burnt import Burnt, ReadAttributes
 from ..trace.call import Call
+from ..trace.decisions import above
 from ..trace.opaque import calls_modules
 from ..trace.row_branches import holds
 from .params import ParamStore
@@ -79,6 +82,25 @@ class Program:
             for index, placed in enumerate(runner.placed):
                 if name in placed.block.name:
                     yield f"# {placed.block.name}\n{runner.code(index)}"
+
+    @cached_property
+    def inner(self) -> dict[str, str]:
+        """Outputs that another one is made of, and which that is."""
+        values = self.traced.graph.outputs
+        return {name: other for other in self.traced.outputs
+                for made_of in [self._made_of(values[other])]
+                for name in self.traced.outputs if values[name] in made_of}
+
+    def _made_of(self, value: str) -> set[str]:
+        """The values of the chain that one is made of."""
+        found = {value}
+        for block in reversed(self.traced.graph.blocks):
+            ends: Any = self.traced.programs[block.kind].output_node().args[0]
+            made = dict(zip(block.outputs.values(), ends, strict=True))
+            nodes = {node for own, end in made.items() if own in found for node in above(end)}
+            found |= {own for own, end in made.items() if end in nodes}
+            found |= {block.inputs[node.name] for node in nodes if node.name in block.inputs}
+        return found - {value}
 
     # --- what it returns ------------------------------------------------------------------------
 

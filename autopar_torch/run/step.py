@@ -26,7 +26,7 @@ from .batches import Settle
 from .executor import Executor, Mail
 from .first_step import FirstStep
 from .grads_of_grads import Asked, OnceMore
-from .handover import LossScale, Upstream, check_alike, hand_over, promise
+from .handover import LossScale, Upstream, between, check_alike, hand_over, promise
 from .nonfinite import NonFinite
 from .pace import Stopwatch
 from .params import ParamStore, Reducer
@@ -160,8 +160,10 @@ class RankStep:
                 return [*map(grads.get, params), *(grad for _, grad in self._grads_of_batch())]
 
         learning = [*params.values(), *(tensor for tensor, _ in self.given.values())]
-        return self._left({**values, **promise(parallel.anchor, ends, learning, finish,
-                                               self._once_more(ends).grads)})
+        made = promise(parallel.anchor, ends, learning, finish, self._once_more(ends).grads)
+        made |= {name: between(made[name], name, other)
+                 for name, other in self.program.inner.items() if {name, other} <= ends.keys()}
+        return self._left({**values, **made})
 
     # --- what they share ------------------------------------------------------------------------
 

@@ -108,12 +108,13 @@ class Decisions:
         ends = dict(zip(names, program.graph.output_node().args[0], strict=False))  # type: ignore[arg-type]
         order = {node: k for k, node in enumerate(program.graph.nodes)}
         for name, place in zip(self.names, self.places, strict=True):
-            above = {*_above(ends[name])}
-            if any(node.name in learnt or _is_unknown(node, above, order) for node in above):
+            found = {*above(ends[name])}
+            if any(node.name in learnt or _is_unknown(node, found, order) for node in found):
                 raise LearntError(*place)
 
 
-def _above(node: Any) -> Iterator[fx.Node]:
+def above(node: Any) -> Iterator[fx.Node]:
+    """What a value is made of, and it itself."""
     stack, seen = [node], set[fx.Node]()
     while stack:
         node = stack.pop()
@@ -123,12 +124,12 @@ def _above(node: Any) -> Iterator[fx.Node]:
             stack += node.all_input_nodes
 
 
-def _is_unknown(node: fx.Node, above: set[fx.Node], order: dict[fx.Node, int]) -> bool:
+def _is_unknown(node: fx.Node, asked: set[fx.Node], order: dict[fx.Node, int]) -> bool:
     """Whether it is drawn, asked for gradients, made by a module that is one op, or written to
     before it is read."""
     value = node.meta.get("val")
     learns = node.op == "placeholder" and isinstance(value, Tensor) and value.requires_grad
-    last = max((order[user] for user in node.users if user in above), default=0)
+    last = max((order[user] for user in node.users if user in asked), default=0)
     written = any(user.op == "call_function" and is_mutable(user) and order[user] < last
                   for user in node.users)
     return learns or written or (node.op == "call_function" and (
