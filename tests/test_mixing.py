@@ -124,6 +124,26 @@ def claim_a_batch_that_is_mixed_before_any_parameter_is_that_of_all_rows() -> No
             assert near(model.module.head.weight.grad, plain.head.weight.grad), (name, degrees)
 
 
+class Graph(nn.Module):
+    """Its edges are numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x)
+        h = torch.zeros_like(h).index_add_(0, edges[1], h[edges[0]])
+        return F.cross_entropy(self.b(torch.relu(h)), y)
+
+
+def slow_claim_a_plan_is_found_for_a_graph() -> None:
+    x, y = batch(14)
+    edges = torch.randint(14, (2, 24), generator=torch.Generator().manual_seed(1))
+    assert near(ap.parallelize(Graph())(x, edges, y), Graph()(x, edges, y))
+
+
 @pytest.mark.parametrize("name", claims.names(__name__))
 def test_on_2_ranks(name: str) -> None:
     claims.hold(__name__, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,4 +83,12 @@ def _fixed_step(prologue: Prologue, call: Call, tensors: Sequence[Tensor], world
 def _contexts(prologue: Prologue, call: Call, tensors: Sequence[Tensor]) -> Context:
     """Values of the prologue for the first rows of a real batch."""
     whole = prologue.for_batch(call, tensors)
-    return lambda rows: prologue.for_rows(call, tensors, whole, 0, rows)
+
+    def context(rows: int) -> dict[str, Any]:
+        """Of the first rows. What numbers rows, as the edges of a graph do, numbers these."""
+        found = prologue.for_rows(call, tensors, whole, 0, rows)
+        return {name: x % rows if name in prologue.traced.rowless and isinstance(x, Tensor)
+                and x.dtype == torch.int64 and x.numel() and rows <= int(x.max()) < call.num_rows
+                else x for name, x in found.items()}
+
+    return context
