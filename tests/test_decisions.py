@@ -150,7 +150,12 @@ def _after_a_write(m: Deciding, h: Tensor, t: Tensor) -> Tensor:
     return m.c(h).mean() if m.warm else h.mean()
 
 
-@pytest.mark.parametrize("loss", [_if_learnt, _by_chance, _after_a_write])
+def _after_a_write_to_a_view(m: Deciding, h: Tensor, t: Tensor) -> Tensor:
+    m.warm.view(-1).logical_not_()
+    return m.c(h).mean() if m.warm else h.mean()
+
+
+@pytest.mark.parametrize("loss", [_if_learnt, _by_chance, _after_a_write, _after_a_write_to_a_view])
 def test_what_is_not_known_before_the_batch_runs_is_refused(loss: Callable[..., Tensor]) -> None:
     call, _ = take_apart(batches()[0], {})
     with pytest.raises(TraceError, match="data-dependent") as told:

@@ -94,9 +94,17 @@ def _written_in_turn(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: 
 
 
 def _hardest(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
-    each = F.cross_entropy(s, t, reduction="none")
+    each = F.cross_entropy(s, t, reduction="none") / m.scores(h)[h.sum(-1) < 9].numel()
     return each[each > 1.0].mean() + b[t > 0].std() + F.cross_entropy(
         s[t != 2], t[t != 2], weight=torch.arange(1.0, 5.0, dtype=s.dtype))
+
+
+def _centers(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    loss = s.mean() + b[t.unique()].sum()
+    for kind in range(4):
+        own = b[t == kind]
+        loss = loss + (own - own.mean(0)).square().sum()
+    return loss + b[t > 1].mean(0).square().sum() + torch.cat([b[t > 2], b]).max(0).values.sum()
 
 
 EACH = {"a mean": _mean, "a layer": _through_a_layer, "experts": _by_experts, "numbers": _numbers,
@@ -153,6 +161,7 @@ def slow_claim_what_is_picked_counts_as_in_one_process_under_each_plan() -> None
 def claim_what_depends_on_all_that_is_picked_sees_the_whole_batch() -> None:
     _as_alone(_hardest, DP2, TP2, {"pp": 2})
     _as_alone(_written_in_turn, TP2, {"pp": 2})
+    _as_alone(_centers, DP2, {"pp": 2})
     model = ap.parallelize(Finding(_hardest).double(), plan=ap.Plan.uniform(**PP2))
     assert "statistics of the whole batch" in refused(lambda: model(*batch(0)))
 
@@ -187,7 +196,19 @@ def _written(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) 
     return view.sum()
 
 
-@pytest.mark.parametrize("loss", [_returned, _dropped, _written])
+def _written_later(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    h = h.clone()
+    found = h[t > 0]
+    h.mul_(2)
+    return m.boxes(found).square().mean() + h.mean()
+
+
+def _under_autocast(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.mse_loss(m.boxes(h[t > 0]), y[t > 0])
+
+
+@pytest.mark.parametrize("loss", [_under_autocast, _returned, _dropped, _written, _written_later])
 def test_what_cannot_be_one_op_says_where(loss: Callable[..., Tensor]) -> None:
     call, _ = take_apart(batch(0), {})
     with pytest.raises(TraceError, match="a size depends on the data") as told:

@@ -96,12 +96,14 @@ def for_batch(own: Tracer, buffers: Mapping[str, Tensor], call: Call, tensors: S
               *how: Any) -> Traced:
     """A trace whose branches are those that this batch takes. Where that cannot be traced, or they
     are too many, nothing is decided: a module that asks is computed whole, if there is one."""
+    told: TraceError | None = None
     for _ in range(MOST_BRANCHES):
         try:
             traced = own(call, *how)
         except TraceError as error:
             if call.decided is None or not error.decided:
-                raise
+                raise (told or error) from None
+            told = error
             *before, last = error.decided
             assumed = len(error.decided) > len(call.decided)
             call = dataclasses.replace(call, decided=(*before, not last) if assumed else None)

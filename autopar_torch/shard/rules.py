@@ -96,8 +96,13 @@ def is_random(node: fx.Node) -> bool:
 def writers(node: fx.Node) -> list[fx.Node]:
     """Ops that write to a value. What is written has to be taken as it lies, by all that read it,
     too: converted it would be a copy, or a part."""
-    return [user for user in node.users if user.op == "call_function" and is_mutable(user) and any(
-        user.args[i] is node for i in ((3, 4) if op_name(user) == "batch_norm" else (0,)))]
+    return [user for user in node.users if user.op == "call_function" and is_mutable(user)
+            and node in written_by(user)]
+
+
+def written_by(node: fx.Node) -> list[Any]:
+    """What an op that writes writes to."""
+    return [node.args[i] for i in ((3, 4) if op_name(node) == "batch_norm" else (0,))]
 
 
 def _broadcast(op: ShapedOp, d: int, inputs: Iterable[int | None]) -> dict[int, int]:

@@ -306,8 +306,8 @@ def _assemble(pieces: list[TracedBlock], flat: fx.Graph, captured: Captured,
     outputs = _outputs(pieces, flat, captured)
     asked = [outputs.pop(name) for name in captured.outputs if name.startswith(DECIDED)]
     if not {*asked} <= {node.name for node in prologue.nodes}:
-        raise TraceError("a branch depends on a buffer that not every rank has", where="forward",
-                         fix="use replicas (tp=1, pp=1), which have all of the model")
+        raise TraceError("a branch depends on a buffer that forward writes, or that not every rank "
+                         "has", where="forward", fix="ask it outside of forward, and set a flag")
     added = tuple(name for name, value in outputs.items() if rows.get(value) == PARTIAL)
     rowless = around.rowless
     if not any(shares.SLOT in piece.context for piece in pieces):

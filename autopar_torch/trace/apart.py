@@ -7,6 +7,7 @@ the joined values of the parts, or they are made of the whole batch, as values w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -21,9 +22,11 @@ from ..shard.layout import WHOLE, Layout, Split
 from ..shard.parts import join
 from ..shard.rows import at_batch
 from ..shard.rules import is_mutable, is_random, op_name
+from . import values
 from .blocks import TracedBlock
 from .capture import InputSource
 from .clean import each_info, has_rows, info_of, largest
+from .picks import Picked
 from .row_numbers import counts_rows, picks_rows, written
 from .together import is_tangled
 
@@ -33,6 +36,7 @@ FEW_ROWS, MOST_ROWS, MOST_ELEMENTS, SEEDS, FEW_CONSTS = 4, 2000, 1 << 24, range(
 _PICKS = {"index", "index_put", "index_put_", "_unsafe_index"}  # rows by their numbers
 _PICKS_ALONG = {"index_select", "index_add", "index_add_", "index_copy", "gather", "scatter",
                 "scatter_add", "scatter_add_"}
+_COMPARED, MOST_NUMBERS = {"gt", "ge", "lt", "le", "eq", "ne"}, 8
 ByName = dict[str, Any]
 Ran = tuple[TracedBlock, fx.Graph]  # a block, and what of it is run
 
@@ -64,15 +68,31 @@ def mixing(prologue: fx.Graph, rowless: frozenset[str], blocks: Sequence[Ran],
                     largest(n, num_rows) > MOST_ELEMENTS for n in graph.nodes):
                 raise ValueError(f"{num_rows} rows are too large to be tried")
             splits = (1, num_rows - 1), (num_rows // 2, num_rows - num_rows // 2)
+            places = {n.name: n for n in graph.find_nodes(op="placeholder")}
             for seed, cut in itertools.product(SEEDS, splits):  # few numbers may be alike by chance
                 draw = torch.Generator("cpu").manual_seed(seed)
                 given = {n.name: made_up(info_of(n), known.get(n.name), draw, num_rows)
                          for n in graph.find_nodes(op="placeholder")}
                 found.append(_apart(graph, own, once, given, cut, steps))
+                for change in (thresholds(graph) if seed == SEEDS[0] else ()):
+                    changed = {name: change(v) if has_rows(info_of(places[name])) else v
+                               for name, v in given.items()}
+                    with contextlib.suppress(RuntimeError, ValueError, IndexError):
+                        found.append(_apart(graph, own, once, changed, cut, steps))
     except (RuntimeError, ValueError, IndexError) as error:
         log.debug("the prologue does not run on made-up rows: %s", error)
         found.append({n.name for n in asked if any(map(_is_suspect, _upstream([n], once)))})
     return frozenset().union(*found)
+
+
+def thresholds(graph: fx.Graph) -> list[values.Remade]:
+    """Values around what others are compared with, of which few that are made up would be."""
+    inner = [node.target.graph for node in graph.nodes if isinstance(node.target, Picked)]
+    numbers = dict.fromkeys(
+        node.args[1] for own in (graph, *inner) for node in own.nodes
+        if op_name(node) in _COMPARED and type(node.args[-1]) in (int, float) and node.args[-1])
+    return [change for number in [*numbers][:MOST_NUMBERS]
+            for change in values.around(cast(float, number))]
 
 
 def enough_rows(graph: fx.Graph, consts: Mapping[str, Tensor], least: int) -> int:

@@ -350,7 +350,7 @@ def _program(effects: Effects, call: Call, rows: int, device: torch.device, mode
         try:
             program = torch.export.export(flat, _inputs(call, rows, mode, device), strict=False)
             decisions.refuse_learnt(program, told[-1][0])
-            picks.fold(program)
+            picks.fold(program, bool(call.autocast))
         except AutoparError:
             raise
         except Exception as error:  # whatever it is: the model cannot be traced

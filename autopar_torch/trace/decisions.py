@@ -15,15 +15,18 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional
 
-from ..shard.rules import is_mutable, is_random, op_name
+from ..shard.rules import is_mutable, is_random, op_name, written_by
 from .checks import passing
 from .effects import attributes_set
+from .picks import memory_of
 
 DECIDED = "decided."  # names of such outputs begin so
 _MOST = 8  # times that a question of one place is taken to be true, as of `while`
@@ -90,6 +93,9 @@ class Decisions:
             frame = sys._getframe(1)
             while frame.f_back and frame.f_code.co_filename == torch.__file__:
                 frame = frame.f_back
+            if frame.f_code.co_filename == functional.__file__ and isinstance(
+                    value.node.expr, sympy.Eq):
+                return True  # it warns where sizes of a loss are not alike
             known = statically_known_true(value) or statically_known_true(torch.sym_not(value))
             if known or frame.f_code.co_filename.startswith(_TORCH):
                 return _plain(value)
@@ -107,10 +113,14 @@ class Decisions:
                   if spec.kind is InputKind.PARAMETER}
         ends = dict(zip(names, program.graph.output_node().args[0], strict=False))  # type: ignore[arg-type]
         order = {node: k for k, node in enumerate(program.graph.nodes)}
+        writes = [node for node in order if node.op == "call_function" and is_mutable(node)]
         for name, place in zip(self.names, self.places, strict=True):
-            found = {*above(ends[name])}
-            if any(node.name in learnt or _is_unknown(node, found, order) for node in found):
-                raise LearntError(*place)
+            for node in above(ends[name]):
+                read = frozenset[int]().union(*map(memory_of, node.all_input_nodes))
+                written = any(read & memory_of(own) for write in writes
+                              if order[write] < order[node] for own in written_by(write))
+                if node.name in learnt or written or _is_unknown(node):
+                    raise LearntError(*place)
 
 
 def above(node: Any) -> Iterator[fx.Node]:
@@ -124,13 +134,9 @@ def above(node: Any) -> Iterator[fx.Node]:
             stack += node.all_input_nodes
 
 
-def _is_unknown(node: fx.Node, asked: set[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Whether it is drawn, asked for gradients, made by a module that is one op, or written to
-    before it is read."""
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether it is drawn, asked for gradients, or made by a module that is one op."""
     value = node.meta.get("val")
     learns = node.op == "placeholder" and isinstance(value, Tensor) and value.requires_grad
-    last = max((order[user] for user in node.users if user in asked), default=0)
-    written = any(user.op == "call_function" and is_mutable(user) and order[user] < last
-                  for user in node.users)
-    return learns or written or (node.op == "call_function" and (
+    return learns or (node.op == "call_function" and (
         is_random(node) or is_mutable(node) or op_name(node) == "opaque"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..model import ROWS
 from ..shard.rows import at_batch
-from ..shard.rules import is_mutable, is_random, op_name
+from ..shard.rules import is_mutable, is_random, op_name, written_by
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -64,12 +64,18 @@ class UnknownSizeError(RuntimeError):
         self.node = node
 
 
-def fold(program: ExportedProgram) -> None:
-    """In the graph of an export, and in regions of their own gradient mode."""
+def fold(program: ExportedProgram, under_autocast: bool) -> None:
+    """In the graph of an export, and in regions of their own gradient mode. What autocast casts is
+    written out later, and not inside of such an op."""
     params = {spec.arg.name for spec in program.graph_signature.input_specs
               if spec.kind is InputKind.PARAMETER}
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule) and any(map(_is_odd, module.graph.nodes)):
+    graphs = [own for own in program.graph_module.modules() if isinstance(own, fx.GraphModule)]
+    casts = under_autocast or any("wrap_with_autocast" in str(node.target)
+                                  for own in graphs for node in own.graph.nodes)
+    for module in graphs:
+        if odd := [*filter(_is_odd, module.graph.nodes)]:
+            if casts:
+                raise UnknownSizeError(odd[0])
             places = module.graph.find_nodes(op="placeholder")
             if wrong := [*filter(_is_odd, places)]:
                 raise UnknownSizeError(wrong[0])
@@ -102,14 +108,16 @@ class _Folding:
         for node in list(self.graph.nodes):
             if "_assert" in str(node.target) or "sym_constrain" in str(node.target):
                 self.graph.erase_node(node)
-            elif node.op == "call_function":
-                self._note_count(node)
-                self._write_apart(node)
+        self.graph.eliminate_dead_code()
+        for node in [n for n in self.graph.nodes if n.op == "call_function"]:
+            self._note_count(node)
+            self._write_apart(node)
         for node in list(self.graph.nodes):
             if isinstance(node.target, OpOverload) and _reads_odd(node) and not (
                     _is_odd(node) or _is_number(node)):
                 self._as_sum(node)
         self._count_outside()
+        self.graph.eliminate_dead_code()
         for node in self.graph.nodes:  # in order, so that all above is known
             if not self.learning.isdisjoint(node.all_input_nodes):
                 self.learning.add(node)
@@ -157,7 +165,7 @@ class _Folding:
     def _as_sum(self, node: fx.Node) -> None:
         """A mean over what is picked, as a sum over its number, if half precision has room."""
         name, given, target = op_name(node), _given(node), node.target
-        if node.meta["val"].dtype == torch.float16:
+        if getattr(node.meta["val"], "dtype", None) == torch.float16:
             return
         with self.graph.inserting_before(node):
             if name == "mean":
@@ -211,7 +219,7 @@ class _Folding:
         own = self.apart | {first}
         for later in self.graph.nodes:
             own |= {later} if op_name(later) in _APART and later.args[0] in own else set()
-        alike = [n for n in self.graph.nodes if _memory(first) & _memory(n) and n.op != "output"
+        alike = [n for n in self.graph.nodes if memory_of(first) & memory_of(n) and n.op != "output"
                  and n not in own]
         if op_name(node) not in _APART or alike or first.op != "call_function":  # type: ignore[union-attr]
             raise UnknownSizeError(node)
@@ -250,6 +258,8 @@ class _Folding:
 
     def _fold(self, inside: set[fx.Node], odd: set[fx.Node]) -> None:
         """One node for these and for the sizes, and what has such, that they read."""
+        inside |= {user for n in inside if isinstance(n.meta["val"], (tuple, list))
+                   for user in n.users}
         results = [n for n in self.graph.nodes if n in inside and not _is_number(n)
                    and any(user not in inside and not _is_number(user) for user in n.users)]
         for node in reversed(self.graph.nodes):
@@ -258,10 +268,11 @@ class _Folding:
         nodes = [n for n in self.graph.nodes if n in inside]
         given = list(dict.fromkeys(n for own in nodes for n in own.all_input_nodes
                                    if n not in inside))
-        memory = frozenset[int]().union(*map(_memory, given))
+        memory = frozenset[int]().union(*map(memory_of, given))
         if wrong := [n for n in results if n in odd] + [
-                n for n in nodes if is_random(n) or op_name(n) == "opaque"
-                or (is_mutable(n) and memory & _memory(n.args[0]))]:
+                n for n in nodes if is_random(n) or op_name(n) == "opaque"] + [
+                n for n in self._within(nodes) if is_mutable(n)
+                and any(memory & memory_of(own) for own in written_by(n))]:
             raise UnknownSizeError(wrong[0])
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         for k, node in enumerate(given):
@@ -274,6 +285,12 @@ class _Folding:
         with self.graph.inserting_after(nodes[-1]):
             new = self._call(results[-1], Picked(graph), ROWS, *given, val=values)
         self._read(new, results, inside)
+
+    def _within(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """What runs from the first of these to the last, where all that they read has to stay."""
+        yield from dropwhile(lambda n: n is not nodes[0],
+                             takewhile(lambda n: n is not nodes[-1], self.graph.nodes))
+        yield nodes[-1]
 
     def _read(self, new: fx.Node, results: Sequence[fx.Node], inside: Collection[fx.Node]) -> None:
         """Who reads the results reads those of the new node, and stands behind it."""
@@ -312,6 +329,6 @@ def _key(size: Any) -> Any:
     return expr if expr is not None and expr.is_symbol else None
 
 
-def _memory(node: Any) -> frozenset[int]:
+def memory_of(node: Any) -> frozenset[int]:
     values = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return frozenset(x.untyped_storage()._cdata for x in values if isinstance(x, Tensor))

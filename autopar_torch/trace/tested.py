@@ -185,7 +185,7 @@ def _answer(region: _Region, name: str, least_rows: int) -> str:
     said = "it does not run on made-up values"
     for dtype, limit, noise in TYPES:
         learnt = 0
-        for seed, change in enumerate(values.EACH):
+        for seed, change in enumerate((*values.EACH, *apart.thresholds(small))):
             if learnt and change in values.PARTICULAR:
                 continue
             try:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Remade = Callable[[Tensor], Tensor]
 
 
 def plain(value: Tensor) -> Tensor:
@@ -37,6 +41,23 @@ def tiny(value: Tensor) -> Tensor:
 def as_shares(value: Tensor) -> Tensor:
     """Probabilities."""
     return value.softmax(-1) if value.dim() and value.is_floating_point() else value
+
+
+def around(number: float) -> list[Remade]:
+    """Values on both sides of a number that some are compared with, then all on one side, or it."""
+    def shifted(of_floats: Remade, of_whole: Remade) -> Remade:
+        def change(value: Tensor) -> Tensor:
+            if value.dtype == torch.bool:
+                return value
+            if value.is_floating_point():
+                return of_floats(value) + number
+            return of_whole(value) + int(number)
+
+        return change
+
+    return [shifted(plain, lambda value: 2 * value - 1), shifted(plain, plain),
+            shifted(torch.abs, torch.ones_like), shifted(torch.zeros_like, torch.zeros_like),
+            shifted(lambda value: -value.abs(), lambda value: torch.zeros_like(value) - 1)]
 
 
 EACH = (plain, positive, plain, alike, far, tiny, counted, as_shares)
