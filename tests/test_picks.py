@@ -95,8 +95,9 @@ def _written_in_turn(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: 
 
 def _hardest(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
     each = F.cross_entropy(s, t, reduction="none")
-    return b.sum() / m.scores(h)[h.sum(-1) < 9].numel() + each[each > 1.0].mean() + b[t > 0].std() + F.cross_entropy(
-        s[t != 2], t[t != 2], weight=torch.arange(1.0, 5.0, dtype=s.dtype))
+    weight = torch.arange(1.0, 5.0, dtype=s.dtype)
+    return (b.sum() / m.scores(h)[h.sum(-1) < 9].numel() + each[each > 1.0].mean()
+            + b[t > 0].std() + F.cross_entropy(s[t != 2], t[t != 2], weight=weight))
 
 
 def _centers(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:

@@ -302,6 +302,8 @@ class _Folding:
             behind.add(last)
         for node in list(takewhile(lambda n: n is not new, self.graph.nodes)):
             if not behind.isdisjoint(node.all_input_nodes):
+                if any(is_mutable(n) and n not in inside for n in self._within([node, new])):
+                    raise UnknownSizeError(node)
                 behind.add(node)
                 last.append(node)
                 last = node
