@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar_torch as ap
 import claims
-from autopar_torch.errors import PlanError
+from autopar_torch.errors import PlanError, RunError
 from autopar_torch.run.copies import apart
 from autopar_torch.run.returned import NotGatheredError
 
@@ -153,6 +153,34 @@ def claim_what_each_rank_leaves_of_its_own_rows_is_not_used() -> None:
     with torch.no_grad():
         model(x, y), plain(x, y)
     assert _near(own.seen, plain.seen) and own.most == plain.most
+
+
+class Asking(Branching):
+    """Asks for a value of all rows, or of each."""
+
+    def __init__(self, each: bool = False) -> None:
+        super().__init__()
+        self.each = each
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        values = [self.a(row) for row in x] if self.each else [self.a(x).mean()]
+        scale = [2.0 if value > 0 else 1.0 for value in values]
+        if self.each:
+            return ((self.a(x)[:, 0] - y).square() * torch.tensor(scale)).mean()
+        return super().forward(x, y) * scale[0]
+
+
+def claim_replicas_that_take_other_branches_are_refused() -> None:
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6.0)
+    model, plain = (ap.parallelize(Asking(), plan=ap.Plan.uniform(dp=2)), Asking())
+    for m in (model.module, plain):
+        m.load_state_dict({"a.weight": torch.tensor([[1.0, 0, 0, 0]]), "a.bias": torch.zeros(1)})
+    assert _near(model(x.abs(), y), plain(x.abs(), y))
+    with pytest.raises(RunError, match="different branches"):
+        model(torch.cat([x[:3].abs(), -x[3:].abs()]), y)
+    model, plain = ap.parallelize(Asking(True), plan=ap.Plan.uniform(dp=2)), Asking(True)
+    plain.load_state_dict(model.state_dict())
+    assert _near(model(x, y), plain(x, y))
 
 
 class Together(Branching):

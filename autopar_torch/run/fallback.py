@@ -25,7 +25,7 @@ from ..shard.collectives import arrive
 from ..trace.burnt import user_hooks
 from ..trace.call import Call
 from ..trace.form import Form, outputs_of
-from . import left_behind
+from . import left_behind, questions
 from .grads_of_grads import OnceMore
 from .handover import Upstream, check_alike, hand_over, promise
 from .model import ParallelModel
@@ -166,7 +166,10 @@ class _Step:
             own = [t.detach().requires_grad_(t.requires_grad) for t in own]
         given = [_Given(t.view_as(t), part, has_rows) for t, part, has_rows in zip(
             tensors, own, call.rows, strict=True) if part.requires_grad]
-        form, named = self._forward(call, own, shares.inside)
+        with questions.answered() as answers:
+            form, named = self._forward(call, own, shares.inside)
+        if shares.asks:
+            questions.check_alike(parallel.world, answers if run == span else None, self.reason)
         left_behind.withhold(parallel.module, shares.left)
         form = shares.form(form, run[1] - run[0], call.num_rows)
         parallel.fingerprint_hash()  # as forward may have changed something

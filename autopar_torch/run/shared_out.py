@@ -20,15 +20,14 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
 from ..progress import warn
 from ..trace.call import Call
-from ..trace.effects import refuse_messages
 from ..trace.form import Form, LossFn, Named, outputs_of
-from . import left_behind
+from . import left_behind, questions
 from .copies import apart
+from .labels import Labels
 from .nonfinite import Rows
 from .randomness import untouched
 
@@ -89,6 +88,7 @@ class Shares(Struct, frozen=True):
     growing: tuple[int, ...] = ()  # leaves of the form that are numbers in proportion to the rows
     unknown: tuple[int, ...] = ()  # and those that depend on them in another way
     left: tuple[str, ...] = ()  # attributes in which forward leaves something of the rows
+    asks: bool = False  # whether Python asks for what is not of one row
 
     def form(self, form: Form, own_rows: int, num_rows: int) -> Form:
         """That of all rows, from that of a part."""
@@ -110,24 +110,7 @@ class _Tried(NamedTuple):
     leaves: tuple[Any, ...]
     params: dict[str, nn.Parameter]
     left: dict[str, str]  # attributes, and what the run left there
-
-
-class _Labels(TorchDispatchMode):
-    """Sees the labels of cross-entropies, and what is looked up in tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.targets, self.indices, self.ignored = list[Tensor](), list[Tensor](), set[int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_messages(func)
-        name = func.overloadpacket.__name__
-        if name in ("nll_loss_forward", "nll_loss2d_forward"):
-            self.targets.append(args[1].detach().clone())
-            self.ignored.add(int(args[4]))
-        elif name == "embedding":
-            self.indices.append(args[1].detach().clone())
-        return func(*args, **(kwargs or {}))
+    num_asked: int  # values that Python asked for
 
 
 def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn | None,
@@ -139,7 +122,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
             rows = _as_type(call.slice(tensors, 0, count), dtype)
             own = apart(model)
             trial = _RowsTrial(own.to(dtype) if dtype else own, call, loss_fn, device, limit)
-            labels, kept = _Labels(), list[int]()
+            labels, kept = Labels(), list[int]()
             try:
                 whole = _ran(trial, rows, labels, kept)
                 if any(tensor._backward_hooks for tensor in whole.state.values()):
@@ -163,7 +146,7 @@ def tried(model: nn.Module, call: Call, tensors: list[Tensor], loss_fn: LossFn |
     return Shares()
 
 
-def _ran(trial: _RowsTrial, rows: list[Tensor], labels: _Labels, kept: list[int]) -> _Tried:
+def _ran(trial: _RowsTrial, rows: list[Tensor], labels: Labels, kept: list[int]) -> _Tried:
     """A run, and the bytes of each tensor that it keeps for its backward; torch.func has them not
     counted."""
     def keep(value: Tensor) -> Tensor:
@@ -190,8 +173,9 @@ class _RowsTrial:
         self.inside: bool | None = None  # as in the first run
         self.places: dict[str, Place | None] = {}
         self.growing, self.unknown, self.left = set[int](), set[int](), set[str]()
+        self.asks = False
 
-    def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: _Labels,
+    def judged(self, rows: list[Tensor], tensors: list[Tensor], labels: Labels,
                more: list[list[Tensor]]) -> Shares:
         ends = self.run(rows).ends
         inside, numbers = "loss" in ends, any(not end.dim() for end in ends.values())
@@ -204,7 +188,7 @@ class _RowsTrial:
             if why:
                 return Shares(why)
         return Shares("", counts[0], self.places, inside, tuple(self.growing - self.unknown),
-                      tuple(self.unknown), tuple(sorted(self.left)))
+                      tuple(self.unknown), tuple(sorted(self.left)), self.asks)
 
     def runs(self, tensors: list[Tensor]) -> bool:
         try:
@@ -223,7 +207,8 @@ class _RowsTrial:
         before = left_behind.held(model)
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
-        with torch.enable_grad(), self.call.surroundings(self.device):
+        with (torch.enable_grad(), self.call.surroundings(self.device),
+              questions.answered() as answers):
             form, named = outputs_of(model, self.loss_fn, *self.call.rebuild(tensors),
                                      self.inside)
         self.inside = "loss" in named
@@ -232,7 +217,7 @@ class _RowsTrial:
                        for name, x in named if x.layout == torch.strided},
                       form.leaves,
                       {n: p for n, p in model.named_parameters() if p.requires_grad},
-                      left_behind.left(before, model))
+                      left_behind.left(before, model), len(answers))
 
     def _apart(self, tensors: list[Tensor], counts: list[MeanOver]) -> tuple[str, list[MeanOver]]:
         """The counts by which these rows join, or why there is none. They may have been changed to
@@ -256,6 +241,7 @@ class _RowsTrial:
                            for p in parts):
                     kind = "parameter" if isinstance(kept, nn.Parameter) else "buffer"
                     return f"the {kind} {n} would record the rows of one rank only", []
+            self.asks |= questions.of_all_rows(whole.num_asked, [p.num_asked for p in parts])
             self.left |= left_behind.of_rows([run.left for run in (whole, *parts)])
             if why := self._joined_numbers([whole, *parts], spans):
                 return why, []
@@ -364,7 +350,7 @@ def _counts(call: Call, rows: list[Tensor], ignored: Iterable[int]) -> Iterator[
 
 
 def _left_out(call: Call, rows: list[Tensor], tensors: list[Tensor], ignored: list[int],
-              labels: _Labels) -> Iterator[list[Tensor]]:
+              labels: Labels) -> Iterator[list[Tensor]]:
     """The same rows, where half of the labels of one are left out. It is done with the labels of a
     cross-entropy, with values that the batch has anyway, and with zeros: others may be looked up
     in a table, which on a GPU ends the process."""
