@@ -76,7 +76,7 @@ def _places(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -
 def _without_gradients(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         share, own = y[t > 0].mean(), b[t > 0].square().sum()
-    return F.mse_loss(b, y) * share + s.mean() * own
+    return F.mse_loss(b, y) * share + own + s.mean()
 
 
 def _by_what_is_learnt(m: Finding, h: Tensor, s: Tensor, b: Tensor, t: Tensor, y: Tensor) -> Tensor:
